@@ -22,6 +22,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
+    "benchmarks/README.md",
     "docs/benchmarks.md",
     "docs/reliability.md",
     "docs/slipstream.md",
@@ -79,6 +80,30 @@ class Table(NamedTuple):
 
     def _line(self, keys: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(keys.get(key, "") for key in self.keys.values())
+
+
+class Headlines(NamedTuple):
+    """One figure of several benchmarks each.
+
+    Attributes:
+        titles: Of the columns.
+        lines: The cells, all but the last; then the record, the case, and the metric of the ratio.
+    """
+
+    titles: Sequence[str]
+    lines: Sequence[tuple[Sequence[str], str, str, str]]
+
+    def text(self) -> str:
+        """The table in Markdown."""
+        table = [[*self.titles], ["---"] * len(self.titles)]
+        for cells, file, case, metric in self.lines:
+            (ratio,) = (
+                _ratio(row)
+                for row in json.loads((RESULTS / file).read_text())["rows"]
+                if (row["provider"], row["case"], row["metric"]) == ("recsys", case, metric)
+            )
+            table.append([*cells, ratio])
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
 
 
 class Policies(NamedTuple):
@@ -172,7 +197,130 @@ _PREPARED = [
     ("peak memory, GiB", "", "peak_memory", _GIB),
     ("times pandas (95 %)", "", "speed_over_pandas", _ratio),
 ]
-TABLES: dict[str, Table | Policies] = {
+_ONE_HOT = ",T=26,ids=one-hot"
+TABLES: dict[str, Table | Headlines | Policies] = {
+    "whole_steps": Headlines(
+        ("you have", "optimizer, B", "a step, times as fast (95 %)"),
+        [
+            *(
+                (
+                    (what, f"{optimizer}, {batch_size:,}"),
+                    "models.json",
+                    f"model={kind},B={batch_size},D=16,optimizer={optimizer.lower()}{more}",
+                    "speed_over_torch",
+                )
+                for what, kind, more in (
+                    ("26 `nn.Embedding`, as they come", "dense-embeddings", _ONE_HOT),
+                    ("26 `nn.EmbeddingBag`, `sparse=True`", "bags", _ONE_HOT),
+                    ("TorchRec's collection of 26 tables", "collection", _ONE_HOT),
+                )
+                for optimizer, batch_size in (("SGD", 2048), ("Adagrad", 2048))
+            ),
+            *(
+                (
+                    ("a whole DLRM, `sparse=True`", f"{optimizer}, 1,024"),
+                    "models.json",
+                    f"model=classic,B=1024,D=16,optimizer={optimizer.lower()}",
+                    "speed_over_torch",
+                )
+                for optimizer in ("SGD", "Adagrad")
+            ),
+            (
+                ("tables of 1.5 times the memory, beside mapped files", "SGD, 4,096"),
+                "tiers_file.json",
+                "B=4096,D=128,budget=2GiB,cold_tier=file,optimizer=sgd,tables=35.3GiB,"
+                "schedule=lookahead-2",
+                "speed_over_mmap",
+            ),
+        ],
+    ),
+    "headlines": Headlines(
+        ("what", "beside", "conditions", "record", "ratio (95 %)"),
+        [
+            (
+                ("the embeddings alone", "FBGEMM", "median of D and optimizers, B=128", "lookup"),
+                "lookup.json",
+                "B=128",
+                "speed_over_fbgemm",
+            ),
+            (
+                ("the embeddings alone", "PyTorch", "the same", "lookup"),
+                "lookup.json",
+                "B=128",
+                "speed_over_torch",
+            ),
+            (
+                ("a DLRM step", "FBGEMM", "SGD, D=16, B=2,048, float32", "step"),
+                "step.json",
+                "B=2048,D=16,optimizer=sgd,precision=fp32",
+                "speed_over_fbgemm",
+            ),
+            (
+                ("a DLRM step", "PyTorch", "the same", "step"),
+                "step.json",
+                "B=2048,D=16,optimizer=sgd,precision=fp32",
+                "speed_over_torch",
+            ),
+            (
+                ("`accelerate` on a DLRM of bags", "before", "Adagrad, B=1,024", "models"),
+                "models.json",
+                "model=classic,B=1024,D=16,optimizer=adagrad",
+                "speed_over_torch",
+            ),
+            (
+                (
+                    "5 % of the bytes in fast memory",
+                    "all of them",
+                    "both tiers in the host's memory, D=64, B=2,048",
+                    "tiers",
+                ),
+                "tiers.json",
+                "B=2048,D=64,cold_tier=host,optimizer=rowwise_adagrad,share=0.05,"
+                "schedule=sequential",
+                "share_of_resident_speed",
+            ),
+            (
+                (
+                    "tables of 1.5 times the memory",
+                    "`nn.EmbeddingBag` over mapped files",
+                    "SGD, D=128, B=4,096, look-ahead",
+                    "tiers_file",
+                ),
+                "tiers_file.json",
+                "B=4096,D=128,budget=2GiB,cold_tier=file,optimizer=sgd,tables=35.3GiB,"
+                "schedule=lookahead-2",
+                "speed_over_mmap",
+            ),
+            (
+                (
+                    "5 % of the rows in a GPU's memory",
+                    "all of them",
+                    "H100, SGD, D=128, B=16,384, look-ahead",
+                    "gpu",
+                ),
+                "gpu.json",
+                "B=16384,D=128,model=kaggle,precision=tf32,share=0.05,schedule=lookahead-2",
+                "share_of_resident_speed",
+            ),
+            (
+                (
+                    "row-wise tables on four processes",
+                    "TorchRec with FBGEMM",
+                    "D=16, B=16,384",
+                    "distributed",
+                ),
+                "distributed.json",
+                "W=4,B=16384,D=16,max_rows=500000,plan=row_wise",
+                "speed_over_torchrec_fbgemm",
+            ),
+            (
+                ("raw Criteo text to a store", "pandas", "1 GB", "prepare"),
+                "prepare.json",
+                "bytes=1000213260,lines=4114170,ids=7280038",
+                "speed_over_pandas",
+            ),
+        ],
+    ),
     "lookup_headline": Table(
         "lookup.json",
         "Median over all dimensions and optimizers, each the ratio of the medians of its rounds; "

@@ -43,7 +43,7 @@ def test_kept_results_are_of_a_commit(pytestconfig):
 
 def test_every_link_between_documents_leads_to_a_file(pytestconfig):
     root = pytestconfig.rootpath
-    documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    documents = [*root.glob("*.md"), *root.glob("*/*.md"), *(root / "docs").rglob("*.md")]
 
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):

@@ -19,7 +19,10 @@ from tests.doc_commands import commands_of, lines_meant, overlooked
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     file
-    for pattern in ("*.md", "Makefile", "docs/**/*.md", "docs/**/*.py", "examples/**/*.*")
+    for pattern in (
+        *("*.md", "Makefile", "docs/**/*.md", "docs/**/*.py", "examples/**/*.*"),
+        *("benchmarks/*.md", "recsys/*.md"),
+    )
     for file in ROOT.glob(pattern)
     if file.suffix in ("", ".md", ".py", ".toml")
 )
