@@ -72,10 +72,13 @@ def test_kept_commands_name_no_place_of_the_machine_they_ran_on(pytestconfig):
 
 
 def test_files_of_the_routes_exist(pytestconfig):
-    """Both drawings of the architecture page name files of the package."""
-    text = (pytestconfig.rootpath / "docs" / "architecture.md").read_text()
+    """Pages that lead to the code name files of the package."""
+    root = pytestconfig.rootpath
+    text = (root / "docs" / "architecture.md").read_text()
     drawn = "".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-    named = set(re.findall(r"[\w/]+\.py", drawn))
+    papers = "".join(re.findall(r"`[^`\n]*`", (root / "docs" / "papers.md").read_text()))
+    route = (root / "recsys" / "README.md").read_text()
+    named = set(re.findall(r"[\w/]+\.py", drawn + papers + route))
 
     assert len(named) > 20
-    assert [name for name in named if not (pytestconfig.rootpath / "recsys" / name).exists()] == []
+    assert [name for name in named if not (root / "recsys" / name).exists()] == []

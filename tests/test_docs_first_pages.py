@@ -43,11 +43,11 @@ def test_lines_between_those_of_a_block_must_be_marked():
 
 @pytest.fixture
 def walk(page, kaggle_137k_store, tmp_path, monkeypatch):
-    """A folder in which the commands of docs/budget.md run on the real sample."""
+    """A folder in which the commands of docs/fast-memory.md run on the real sample."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stores").mkdir()
     (tmp_path / "stores" / "kaggle").symlink_to(kaggle_137k_store)
-    [recipe] = blocks(page("budget.md"), "toml")
+    [recipe] = blocks(page("fast-memory.md"), "toml")
     (tmp_path / "recipe.toml").write_text(recipe)
     return tmp_path
 
@@ -55,8 +55,10 @@ def walk(page, kaggle_137k_store, tmp_path, monkeypatch):
 @pytest.mark.outside_ci
 @pytest.mark.slow
 def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, kaggle_137k_run, capsys):
-    commands = [line for block in blocks(page("budget.md"), "sh") for line in block.splitlines()]
-    shown = blocks(page("budget.md"), "text")
+    commands = [
+        line for block in blocks(page("fast-memory.md"), "sh") for line in block.splitlines()
+    ]
+    shown = blocks(page("fast-memory.md"), "text")
     dry_run, profile, plan, train = (line.split()[1:] for line in commands if "STORE" not in line)
 
     assert main(dry_run) == 0
@@ -83,7 +85,7 @@ def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, kaggle
 def test_getting_started_compares_a_run_with_the_same_on_a_budget(page):
     text = page("getting-started.md").replace("\\\n", "")
     lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
-    [recipe] = blocks(page("budget.md"), "toml")
+    [recipe] = blocks(page("fast-memory.md"), "toml")
 
     resident, budget = (
         load_config(None, re.findall(r"--set (\S+)", line), data="store")
@@ -140,7 +142,7 @@ def test_the_page_about_files_reads_what_is_in_them(page, tmp_path, monkeypatch,
 
 def test_what_to_change_has_a_line_for_every_setting_that_the_report_names(page):
     settings = {"schedule", "schedule.lookahead.depth", "prefetch"}
-    _, rows = page("budget.md").split("## What to change")
+    _, rows = page("fast-memory.md").split("## What to change")
     lines = [line for line in rows.split("\n## ")[0].splitlines() if line.startswith("| ")]
 
     missing = {each for each in settings if not any(f"`{each}=" in line for line in lines)}
@@ -156,5 +158,5 @@ def test_the_page_about_tables_has_the_commands_of_the_first_page_and_goes_on(pa
 
     assert commands <= shown
     go_on = text[text.index("Go on with") :].split("\n\n")[0]
-    for name in ("callbacks.md", "budget.md", "ablation.md"):
+    for name in ("callbacks.md", "fast-memory.md", "ablation.md"):
         assert f"]({name})" in go_on

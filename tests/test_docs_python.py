@@ -16,15 +16,13 @@ PAGES = [
     "README.md",
     "docs/callbacks.md",
     "docs/gpu.md",
-    "docs/popularity.md",
+    "docs/fast-memory.md",
     "docs/python.md",
-    "docs/schedules.md",
     "docs/slipstream.md",
     "docs/tables.md",
 ]
 # Pages whose blocks need more, and what runs them.
 OTHER_PAGES = {
-    "docs/budget.md": "tests/test_docs_python.py",
     "docs/distributed.md": "tests/distributed/test_docs.py",
     "docs/file-formats.md": "tests/test_docs_first_pages.py",
     "docs/migration.md": "tests/test_docs_migration.py",
@@ -63,9 +61,7 @@ def clicks(tmp_path):
     (tmp_path / "schema.toml").write_text(schema)
 
 
-@pytest.mark.in_ci(
-    "README.md", "docs/python.md", "docs/tables.md", "docs/schedules.md", "docs/popularity.md"
-)
+@pytest.mark.in_ci("README.md", "docs/python.md", "docs/tables.md", "docs/fast-memory.md")
 @pytest.mark.parametrize("page", PAGES)
 def test_each_block_of_a_page_runs(page, clicks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -99,11 +95,11 @@ def test_the_tour_runs_from_its_first_block_to_its_last(capsys, tmp_path, monkey
 
 
 def test_the_printed_estimate_is_that_of_its_snippet(capsys):
-    text = (ROOT / "docs" / "budget.md").read_text("utf-8")
+    text = (ROOT / "docs" / "fast-memory.md").read_text("utf-8")
     pattern = r"^```python\n([^`]*recsys\.estimate\([^`]*)^```\n\nprints\n\n```\n(.*?)^```"
     [(snippet, printed)] = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
 
-    exec(compile(snippet, "docs/budget.md", "exec"), {})
+    exec(compile(snippet, "docs/fast-memory.md", "exec"), {})
 
     assert capsys.readouterr().out == printed
 
