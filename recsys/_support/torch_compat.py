@@ -1,7 +1,7 @@
 """The private names of torch that recsys uses, each with what it does.
 
 No other module of recsys uses these names. A torch release may change any of them without notice:
-`tests/_support/test_torch_compat.py` has a test for each, which states what recsys expects of it.
+`tests/unit/_support/test_torch_compat.py` states what recsys expects of those that could change.
 
 If torch has a function, the name here is that function itself, so calls in every lookup have no
 overhead. Two kinds of private names stay in the modules that use them. One is attributes that

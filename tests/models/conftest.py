@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recsys import Batch, JaggedIds
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import TableConfig
 
 SIZES = {"cat_0": 11, "cat_1": 1, "cat_2": 7}
 TABLE = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"

@@ -5,7 +5,6 @@ from torch import nn
 
 from recsys import Batch, JaggedIds
 from recsys.embeddings import HotColdEmbeddingCollection, TableConfig
-from recsys.embeddings.tiers.budget import floor_bytes, row_bytes, slot_bytes
 
 DIM = 4
 NUM_DENSE = 3
@@ -62,14 +61,6 @@ def make_batch(lengths, seed=0, num_dense=NUM_DENSE, num_popular=0, category_len
         JaggedIds(list(TABLE_OF), torch.cat(values), offsets),
         torch.randint(0, 2, (len(lengths),), generator=generator).float(),
     )
-
-
-def budgets(optimizer):
-    """Bytes of the floor, and of half of all rows and their states, and of all."""
-    state, num_rows = optimizer.state_sizes(DIM), sum(SIZES.values())
-    floor = floor_bytes(num_rows, [(1, slot_bytes(DIM, torch.float32, state))])
-    everything = num_rows * row_bytes(DIM, torch.float32, state)
-    return {"floor": floor, "half": everything // 2, "everything": everything}
 
 
 class Reference:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recsys import JaggedIds
 from recsys.models import DIN
 from recsys.models.dlrm import initialize_classic
 from tests.models.sequence_data import (
@@ -61,22 +60,6 @@ def test_histories_may_have_other_lengths_than_each_other():
     require_equal(model, batch, reference, logits_of(reference, batch, HISTORIES))
 
 
-def test_units_do_not_depend_on_the_order_in_which_histories_are_named():
-    turned = dict(reversed(HISTORIES.items()))
-    model, other, batch = make_din(), make_din(histories=turned), make_batch([3, 0, 2])
-
-    other.load_state_dict(model.state_dict())
-
-    found = other(batch.dense_features, batch.sparse_features)
-    assert torch.equal(found, model(batch.dense_features, batch.sparse_features))
-
-
-def test_an_empty_mini_batch_has_no_logits():
-    model, batch = make_din(), make_batch([])
-
-    assert model(batch.dense_features, batch.sparse_features).shape == (0, 1)
-
-
 def test_classic_initialisation_leaves_attention_alone():
     model = make_din()
     before = {name: value.clone() for name, value in model.named_parameters()}
@@ -93,21 +76,6 @@ def test_one_history_leaves_the_other_to_be_summed():
     reference = Reference(model)
 
     require_equal(model, batch, reference, logits_of(reference, batch, histories))
-
-
-def test_the_order_of_steps_does_not_matter():
-    model, batch = make_din(), make_batch([4])
-    ids = batch.sparse_features
-    turned = ids.values().clone()
-    for feature in HISTORIES:
-        begin = int(ids.offsets()[ids.keys().index(feature)])
-        turned[begin : begin + 4] = turned[begin : begin + 4].flip(0)
-    logits = model(batch.dense_features, ids)
-
-    assert not torch.equal(turned, ids.values())
-    ids = JaggedIds(ids.keys(), turned, ids.offsets())
-
-    torch.testing.assert_close(model(batch.dense_features, ids), logits, rtol=1e-6, atol=1e-6)
 
 
 def test_it_runs_over_torchrecs_collection_and_on_its_jagged_tensors():

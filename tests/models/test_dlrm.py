@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from recsys import DLRM, Batch, DLRMTrain, JaggedIds, PooledEmbeddings
-from recsys.config import OptimizerConfig
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.models import DCNv2
 from recsys.models.dlrm import SparseArch, initialize_classic
 from recsys.train.parts.providers import TorchEmbeddingBags
@@ -154,17 +152,6 @@ def test_columns_are_found_by_name_when_a_collection_returns_them_in_another_ord
     assert torch.equal(logits, plain(batch.dense_features, batch.sparse_features))
 
 
-def test_a_model_made_on_the_meta_device_can_be_filled_and_run():
-    plain, batch = make_dlrm(), make_batch()
-    with torch.device("meta"):
-        model = make_dlrm()
-
-    model.load_state_dict(plain.state_dict(), assign=True)
-
-    expected = plain(batch.dense_features, batch.sparse_features)
-    assert torch.equal(model(batch.dense_features, batch.sparse_features), expected)
-
-
 def test_classic_initialisation_has_the_variances_of_the_classic_script():
     torch.manual_seed(0)
     layer = torch.nn.Linear(400, 600)
@@ -174,28 +161,6 @@ def test_classic_initialisation_has_the_variances_of_the_classic_script():
     assert layer.weight.std().item() == pytest.approx(sqrt(2 / 1000), rel=0.02)
     assert layer.bias.std().item() == pytest.approx(sqrt(1 / 600), rel=0.1)
     assert abs(layer.weight.mean().item()) < 1e-3
-
-
-def test_the_loss_goes_down_on_a_batch_that_is_seen_again():
-    torch.manual_seed(0)
-    model, batch = DLRMTrain(make_dlrm()), make_batch()
-    embeddings = model.model.sparse_arch.embedding_bag_collection
-    rows = embeddings.make_optimizer(OptimizerConfig())
-    dense = torch.optim.SGD(
-        [p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=0.1
-    )
-    losses = []
-
-    for _ in range(20):
-        loss, _ = model(batch)
-        rows.zero_grad()
-        dense.zero_grad()
-        loss.backward()
-        rows.step()
-        dense.step()
-        losses.append(loss.item())
-
-    assert losses[-1] < losses[0]
 
 
 def test_hooks_of_a_collection_see_what_they_see_elsewhere():
@@ -226,24 +191,6 @@ def test_weights_multiply_the_losses_of_samples_and_b_divides_their_sum():
     assert model.uses_sample_weights
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_weighted_losses_are_reduced_as_others_are(reduction):
-    model, batch = DLRMTrain(make_dlrm()), make_batch()
-    model.loss_fn = torch.nn.BCEWithLogitsLoss(reduction=reduction)
-    weighted = dataclasses.replace(batch, weights=torch.ones(6))
-
-    torch.testing.assert_close(model(weighted)[0], model(batch)[0])
-
-
-def test_logits_follow_from_the_vectors_of_dense_and_sparse_features():
-    model, batch = make_dlrm(), make_batch()
-
-    vectors = model.dense_arch(batch.dense_features), model.sparse_arch(batch.sparse_features)
-
-    assert [each.shape for each in vectors] == [(6, 4), (6, len(SIZES), 4)]
-    assert torch.equal(model.head(*vectors), model(batch.dense_features, batch.sparse_features))
-
-
 @pytest.mark.parametrize("batch_size", [1, 6])
 def test_without_dense_features_the_bottom_mlp_runs_on_one_row(batch_size):
     batch, seen = make_batch(batch_size), []
@@ -263,28 +210,3 @@ def test_without_dense_features_the_bottom_mlp_runs_on_one_row(batch_size):
     for name, parameter in once.named_parameters():
         gradient = parameter.grad.to_dense()
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_without_dense_features_a_mini_batch_of_no_sample_has_no_logit():
-    model = DLRM(TorchEmbeddingBags(make_tables()), 0, [8, 4], [16, 8, 1])
-
-    logits = model.head(model.dense_arch(torch.empty(0, 0)), torch.empty(0, len(SIZES), 4))
-
-    assert logits.shape == (0, 1)
-
-
-def test_another_interaction_takes_the_place_of_the_dot_products():
-    class Sums(torch.nn.Module):
-        out_features = 4
-
-        def forward(self, dense, sparse):
-            return dense + sparse.sum(1)
-
-    model = DLRM(TorchEmbeddingBags(make_tables()), 5, [8, 4], [8, 1], interaction=Sums())
-    batch = make_batch()
-
-    logits = model(batch.dense_features, batch.sparse_features)
-
-    dense, sparse = model.dense_arch(batch.dense_features), model.sparse_arch(batch.sparse_features)
-    assert isinstance(model.inter_arch, Sums)
-    assert torch.equal(logits, model.over_arch(dense + sparse.sum(1)))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.models import DLRM, DCNv2, DeepFM, DLRMTrain
+from recsys.embeddings import HotColdEmbeddingBagCollection
+from recsys.models import DLRM, DCNv2, DeepFM
 from recsys.models.dlrm import initialize_classic
 from recsys.train.parts.providers import TorchEmbeddingBags
 
@@ -124,26 +124,6 @@ def test_a_model_made_on_the_meta_device_can_be_filled_and_run(kind, dims, formu
 
     inputs = batch.dense_features.float(), batch.sparse_features
     assert torch.equal(model(*inputs), plain(*inputs))
-
-
-@KINDS
-def test_the_loss_goes_down_on_a_batch_that_is_seen_again(kind, formulas):
-    torch.manual_seed(0)
-    model = make_model(kind, TorchEmbeddingBags(formulas.make_tables((4, 2, 3))))
-    initialize_classic(model)
-    training, batch = DLRMTrain(model), formulas.make_batch()
-    batch.dense_features = batch.dense_features.float()
-    steps = torch.optim.SGD(training.parameters(), lr=0.05)
-    losses = []
-
-    for _ in range(20):
-        steps.zero_grad()
-        loss, _ = training(batch)
-        loss.backward()
-        steps.step()
-        losses.append(loss.item())
-
-    assert losses[-1] < losses[0]
 
 
 def test_classic_initialisation_draws_projections_too(formulas):

@@ -1,14 +1,10 @@
 """Tables of different dims: what is projected, trained and saved."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from recsys import DLRM, Batch, DLRMTrain, JaggedIds
-from recsys.embeddings import SGD, HotColdEmbeddingBagCollection
-from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
+from recsys import DLRM
+from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.models.dlrm import SparseArch
 from recsys.train.parts.providers import TorchEmbeddingBags
 
@@ -52,12 +48,6 @@ def test_only_tables_of_other_dims_add_keys(dims, projected, formulas):
     assert keys == [f"projections.{name}.weight" for name in projected]
 
 
-def test_tables_of_one_dim_may_all_be_projected(formulas):
-    arch = SparseArch(TorchEmbeddingBags(formulas.make_tables()), 6)
-
-    assert arch(formulas.make_batch().sparse_features).shape == (6, 3, 6)
-
-
 def test_torchrecs_jagged_tensors_and_tables_give_the_same_vectors(formulas):
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
     tables = formulas.make_tables(DIMS)
@@ -82,44 +72,3 @@ def test_torchrecs_jagged_tensors_and_tables_give_the_same_vectors(formulas):
 
     torch.testing.assert_close(over_theirs(ids.to_torchrec()), expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(ours(ids.to_torchrec()), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.* were used in cold memory")
-def test_steps_under_the_smallest_budget_are_the_resident_ones_bit_for_bit(formulas):
-    tables = [replace(table, num_embeddings=200) for table in formulas.make_tables(DIMS)]
-    batch, optimizer = formulas.make_batch(), SGD(lr=0.1)
-    ids = batch.sparse_features
-    batches = [  # the rows of the first come back after others took their slots
-        Batch(
-            batch.dense_features.float(),
-            JaggedIds(ids.keys(), ids.values() + first_row, ids.offsets()),
-            batch.labels,
-        )
-        for first_row in (0, 20, 40, 0)
-    ]
-    needed = [(1, slot_bytes(dim, torch.float32, optimizer.state_sizes(dim))) for dim in DIMS]
-    floor = floor_bytes(3 * 200, needed)
-    trainings = []
-
-    for budget in (None, floor):
-        torch.manual_seed(0)
-        collection = HotColdEmbeddingBagCollection(tables, optimizer=optimizer, budget=budget)
-        assert all(group.num_slots for group in collection.groups()) == (budget is not None)
-        training = DLRMTrain(DLRM(collection, 5, [8, 4], [16, 1]))
-        dense = torch.optim.SGD(
-            [p for name, p in training.named_parameters() if "embedding_bags" not in name], lr=0.1
-        )
-        losses = []
-        for each in batches:
-            dense.zero_grad()
-            loss, _ = training(each)
-            loss.backward()
-            dense.step()
-            losses.append(loss.item())
-        trainings.append((losses, training.state_dict()))
-
-    (losses, expected), (found_losses, found) = trainings
-    assert found_losses == losses
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from recsys import JaggedIds
 from recsys.models import TBSM
 from tests.models.sequence_data import (
     DIM,
@@ -99,12 +98,6 @@ def test_steps_of_histories_of_other_lengths_are_counted_from_the_last():
     require_equal(model, batch, reference, logits_of(reference, batch))
 
 
-def test_an_empty_mini_batch_has_no_logits():
-    model, batch = make_tbsm(), make_batch([])
-
-    assert model(batch.dense_features, batch.sparse_features).shape == (0, 1)
-
-
 def test_steps_before_the_last_ones_do_not_matter():
     model, batch = make_tbsm(), make_batch([NUM_STEPS + 4])
     ids = batch.sparse_features
@@ -115,36 +108,6 @@ def test_steps_before_the_last_ones_do_not_matter():
         ids.values()[begin : begin + 4] = 0
 
     assert torch.equal(model(batch.dense_features, ids), logits)
-
-
-def test_the_order_of_steps_matters():
-    model, batch = make_tbsm(), make_batch([2])
-    ids = batch.sparse_features
-    logits = model(batch.dense_features, ids)
-
-    for feature in HISTORIES:
-        begin = int(ids.offsets()[ids.keys().index(feature)])
-        ids.values()[begin : begin + 2] = ids.values()[begin : begin + 2].flip(0)
-
-    assert (model(batch.dense_features, ids) - logits).abs().max() > 1e-4
-
-
-def test_a_step_that_only_one_history_has_is_a_step():
-    model, batch = make_tbsm(), make_batch([2])
-    ids = batch.sparse_features
-    lengths = ids.lengths().clone()
-    place = ids.keys().index("category_history")
-    kept = torch.ones(len(ids.values()), dtype=torch.bool)
-    kept[ids.offsets()[place] : ids.offsets()[place + 1]] = False
-    lengths[place] = 0
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    without = JaggedIds(ids.keys(), ids.values()[kept], offsets)
-
-    fields, is_step = model._fields(without)
-
-    assert is_step.tolist() == [[False, True, True]]
-    assert torch.equal(fields[:, :, 0], model._fields(ids)[0][:, :, 0])
-    assert not fields[0, :NUM_STEPS, 1].any()
 
 
 def test_default_sizes_are_upstreams():

@@ -50,24 +50,6 @@ def test_a_new_process_loads_the_cached_code_of_each_signature(cache_folder):
     assert not second.stats.cache_misses
 
 
-def test_a_kernel_runs_as_python_where_numba_is_switched_off(monkeypatch):
-    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-
-    assert jit.kernel(_doubled) is _doubled
-    assert jit.kernel_part(_doubled) is _doubled
-
-
-def test_a_part_of_kernels_is_called_by_kernels_alone(cache_folder):
-    part = jit.kernel_part(_doubled)
-
-    def quadrupled(number):
-        return part(part(number))
-
-    assert jit.kernel(quadrupled)(21) == 84
-    with pytest.raises(TypeError, match="_doubled is part of kernels and cannot be called from Py"):
-        part(21)
-
-
 GONE = b"cno_such_module\nNoSuchClass\n."  # a pickle of a class that does not exist
 
 
@@ -85,18 +67,6 @@ def test_cached_code_that_cannot_be_read_is_compiled_again(cache_folder, content
     assert compiled(21) == 42
     assert sum(compiled.stats.cache_misses.values()) == 1
     assert all(file.read_bytes() != content for file in files)
-
-
-def test_cached_code_of_another_source_is_compiled_again_and_replaced(cache_folder, monkeypatch):
-    jit.kernel(_doubled)(21)
-    files = list(cache_folder.rglob("*.nbc"))
-    monkeypatch.setattr(jit, "_stamps_of_parts", lambda _: ["another source"])
-    compiled = jit.kernel(_doubled)
-
-    assert compiled(21) == 42
-
-    assert sum(compiled.stats.cache_misses.values()) == 1
-    assert list(cache_folder.rglob("*.nbc")) == files
 
 
 PART = "from recsys._support.jit import inlined_part\n@inlined_part\ndef part(n): return {}\n"
@@ -147,16 +117,6 @@ def test_old_code_is_not_run_if_new_code_could_not_be_written(cache_folder, monk
 
     assert compiled(21) == 42
     assert sum(compiled.stats.cache_misses.values()) == 1
-
-
-def test_a_kernel_runs_where_the_disk_of_its_cache_is_full_and_says_so(cache_folder, monkeypatch):
-    def write(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(IndexDataCacheFile, "_save_data", write)
-
-    with pytest.warns(UserWarning, match=r"cached in .*No space left on device.*free some space"):
-        assert jit.kernel(_doubled)(21) == 42
 
 
 def test_processes_that_compile_a_kernel_at_once_do_not_mix_up_its_code(cache_folder, monkeypatch):
@@ -250,25 +210,6 @@ def test_torchs_number_of_threads_outlives_the_first_kernel(printed):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_can_run_kernels_that_its_parent_has_run(printed):
     assert printed[3:] == ["0 0.0"]
-
-
-@pytest.mark.outside_ci
-@pytest.mark.filterwarnings("error")
-def test_where_threads_may_not_meet_kernels_run_on_one_and_say_so():
-    program = """
-import warnings
-import torch
-from recsys.models.interaction import InteractionArch
-torch.set_num_threads(2)
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    result = InteractionArch(1)(torch.ones(1, 2), torch.ones(1, 1, 2))
-print(result.tolist(), [str(warning.message)[:33] for warning in said])
-"""
-
-    printed = run(program, NUMBA_THREADING_LAYER="workqueue")
-
-    assert printed == "[[1.0, 1.0, 2.0]] ['numba finds neither OpenMP nor TB']\n"
 
 
 @pytest.mark.serial

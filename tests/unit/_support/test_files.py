@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from recsys._support.files import alone_in, appearing_whole, make_folders, read_together
-from recsys.config import TrainConfig
-from recsys.train.run_files.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -110,19 +108,6 @@ def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, number
         pass
 
 
-def test_a_folder_that_may_not_be_read_is_written_to(tmp_path, monkeypatch):
-    def refuse(path, flags, *mode, open_=os.open):
-        if Path(path) == tmp_path:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return open_(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refuse)
-    with appearing_whole(tmp_path / "record.json") as partial:
-        partial.write_text("{}")
-
-    assert (tmp_path / "record.json").read_text() == "{}"
-
-
 def test_names_of_new_folders_are_flushed(tmp_path, calls):
     make_folders(tmp_path / "runs" / "run")
     assert calls == [("fsync", tmp_path / "runs"), ("fsync", tmp_path)]
@@ -149,19 +134,6 @@ def test_nfs_locks_what_a_killed_process_left(tmp_path, monkeypatch):
     assert (tmp_path / "scores").read_text() == "whole"
 
 
-def test_a_file_that_cannot_be_locked_leaves_no_descriptor_open(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-
-    with pytest.raises(OSError, match="broken"), appearing_whole(tmp_path / "scores"):
-        pass
-
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
 def test_what_a_killed_process_left_is_replaced(tmp_path):
     (tmp_path / "other").write_text("other")
     (tmp_path / "scores.partial").hardlink_to(tmp_path / "other")
@@ -172,12 +144,6 @@ def test_what_a_killed_process_left_is_replaced(tmp_path):
     assert (tmp_path / "scores").read_text() == "whole"
     assert (tmp_path / "other").read_text() == "other"
     assert not (tmp_path / "scores.partial").exists()
-
-
-def test_a_runs_configuration_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
-    folder = RunFolder.create(tmp_path / "run", TrainConfig(data="store"))
-
-    assert calls == flushed_around(folder.config_file)
 
 
 def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recsys._support.cuda import own_pages
-from recsys._support.cuda.own_pages import PageLocks, empty_in_own_pages, in_own_pages, pages_of
+from recsys._support.cuda.own_pages import PageLocks, empty_in_own_pages, in_own_pages
 
 PAGE = mmap.PAGESIZE
 DEVICE = torch.device("cuda:0")
@@ -105,27 +105,6 @@ def test_what_cannot_be_locked_leaves_nothing_locked_and_says_why(cudart):
 
     with pytest.raises(OSError, match=r"cannot page-lock \d+ bytes of memory \(out of memory\)"):
         PageLocks([small, large], DEVICE)
-
-    assert not cudart.runs
-
-
-def test_memory_that_its_tensor_has_left_is_kept_until_it_is_unlocked(cudart):
-    tensor = memory(2)
-    locks = PageLocks([tensor], DEVICE)
-    [begin] = cudart.runs
-
-    tensor.share_memory_()  # as to send it to another process
-
-    assert pages_of(tensor) is None
-    assert begin in own_pages._MAPPINGS
-    assert pages_of(memory(2)).begin != begin
-    locks.release()
-    assert not cudart.runs
-
-
-def test_memory_that_shares_pages_is_refused(cudart):
-    with pytest.raises(OSError, match=r"shape \(3, 4\) shares pages with other memory"):
-        PageLocks([memory(1), torch.zeros(3, 4)], DEVICE)
 
     assert not cudart.runs
 

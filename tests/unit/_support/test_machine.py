@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from pathlib import Path
 from textwrap import dedent
 
@@ -25,25 +24,6 @@ def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
 
     assert (environment["commit"], environment["dirty"]) == (None, None)
     assert environment["torch"] == torch.__version__
-
-
-@pytest.mark.usefixtures("no_call_before")
-def test_a_process_asks_for_its_commit_once(monkeypatch):
-    answers = iter(["c0ffee", " M recsys/batch.py"])
-    monkeypatch.setattr(machine, "_git", lambda *_: next(answers))
-
-    environments = [machine.describe_environment() for _ in range(2)]
-
-    assert [(each["commit"], each["dirty"]) for each in environments] == [("c0ffee", True)] * 2
-
-
-def test_peak_memory_only_grows():
-    before = machine.peak_memory_bytes()
-
-    block = bytearray(b"x" * 50_000_000)
-
-    assert machine.peak_memory_bytes() >= before
-    assert machine.peak_memory_bytes() >= len(block)
 
 
 @pytest.mark.parametrize(
@@ -93,23 +73,6 @@ def test_quotas_of_cores_are_those_of_the_groups_of_the_process(tmp_path, groups
         (tmp_path / name).write_text(f"{text}\n")
 
     assert machine.quotas_of_groups(tmp_path / "groups", tmp_path) == expected
-
-
-def test_one_thread_computes_where_all_cores_are_busy(monkeypatch, threads_as_before):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    spin = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(spin) for _ in range(machine.num_cores())]
-    time.sleep(0.1)
-    try:
-        chosen = machine.set_num_threads(0)
-    finally:
-        for process in others:
-            process.kill()
-            process.wait()
-
-    assert chosen == (1, machine.num_cores(), chosen.num_busy, "free cores")
-    assert chosen.num_busy >= machine.num_cores() - 1
-    assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize("wanted", [None, "1", " 1,2 ", "0", "", "many", "9" * 30])

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys._support.sizes import (
-    counted,
     format_bytes,
     parse_bytes,
     round_up_as_written,
@@ -87,21 +86,3 @@ def test_a_size_rounded_up_as_written_is_no_less_and_read_as_it_is(num_bytes):
 
     assert num_bytes <= found <= num_bytes + num_bytes // 99
     assert parse_bytes(format_bytes(found)) == found
-
-
-@pytest.mark.parametrize("num_bytes", [1023, 5755, 1023 * 1024 + 1, 229 * 2**20, 10 * 2**30 - 1])
-def test_no_smaller_size_as_written_is_enough(num_bytes):
-    found = round_up_as_written(num_bytes)
-
-    assert round_up_as_written(found) == found
-    assert not any(
-        parse_bytes(format_bytes(each)) == each
-        for each in range(num_bytes, min(found, num_bytes + 9))
-    )
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (1000, "1,000 steps")]
-)
-def test_a_number_of_things_is_singular_or_plural(number, text):
-    assert counted(number, "step") == text

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from recsys.models import interaction
 from recsys.models.interaction import InteractionArch, interact_reference
-from tests.models.test_linear import outcome
+from tests.unit.models.test_linear import outcome
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 

@@ -46,13 +46,6 @@ def test_what_shares_pages_is_copied():
     assert found.data_ptr() != given.data_ptr()
 
 
-def test_nothing_needs_no_pages():
-    none = torch.empty(0, 4)
-
-    assert in_own_pages(none) is none
-    assert empty_in_own_pages((0, 4), torch.float32).shape == (0, 4)
-
-
 def test_pages_last_as_long_as_a_tensor_on_them():
     before = set(own_pages._MAPPINGS)
     part = empty_in_own_pages((3000,), torch.float32)[2000:].view(10, 100)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.models.histories import bags_of_rows, feature_roles, pad_left, sum_of_bags
-from tests.models.sequence_data import HISTORIES, make_collection
+from recsys.models import pad_left, sum_of_bags
+from recsys.models.histories import bags_of_rows
 
 DTYPES = [torch.int32, torch.int64]
 LENGTHS = st.lists(st.integers(0, 5), min_size=0, max_size=6)
@@ -70,34 +70,9 @@ def test_padded_steps_are_those_of_a_loop(lengths, num_steps, dtype):
     ]
 
 
-def test_full_histories_are_padded_without_a_copy():
-    values = torch.rand(6, 3)
-
-    padded, is_step = pad_left(values, torch.tensor([2, 2, 2]), 2)
-
-    assert padded.data_ptr() == values.data_ptr()
-    assert padded.shape == (3, 2, 3)
-    assert is_step.all()
-
-
-def test_bags_of_one_row_are_their_own_sums():
-    values = torch.rand(4, 3)
-
-    assert sum_of_bags(values, torch.ones(4, dtype=torch.int64)) is values
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_row_is_in_the_bag_of_its_length(dtype):
     bags = bags_of_rows(torch.tensor([2, 0, 1], dtype=dtype), 3)
 
     assert bags.tolist() == [0, 0, 2]
     assert bags.dtype == torch.int64
-
-
-def test_roles_are_in_the_order_of_the_collection():
-    roles = feature_roles("DIN", make_collection(), HISTORIES)
-
-    assert roles.names == ["item_history", "item", "category_history", "category", "user", "tags"]
-    assert roles.candidates == HISTORIES
-    assert roles.others == ["user", "tags"]
-    assert roles.embedding_dim == 4

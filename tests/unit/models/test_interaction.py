@@ -1,10 +1,9 @@
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from recsys.models import interaction
 from recsys.models.interaction import InteractionArch, interact_reference
-from tests.models.test_linear import outcome
+from tests.unit.models.test_linear import outcome
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "plain"])
@@ -37,13 +36,6 @@ def test_result_and_gradients_are_the_references(shape, dtype, rtol):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=10 * rtol)
 
 
-@pytest.mark.usefixtures("way")
-def test_float16_is_multiplied_too():
-    dense, sparse = torch.ones(2, 3).half(), torch.full((2, 2, 3), 2.0).half()
-
-    assert InteractionArch(2)(dense, sparse)[0].tolist() == [1, 1, 1, 6, 6, 12]
-
-
 @pytest.mark.parametrize(
     ("dense_dtype", "sparse_dtype"),
     [(torch.float32, torch.float64), (torch.float32, torch.bfloat16)],
@@ -57,13 +49,6 @@ def test_different_dtypes_meet_in_the_wider_one(dense_dtype, sparse_dtype):
 
     assert result.dtype == torch.promote_types(dense_dtype, sparse_dtype)
     assert sparse.grad.dtype == sparse_dtype
-
-
-def test_float64_stays_float64_under_autocast():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = InteractionArch(1)(torch.ones(1, 2).double(), torch.ones(1, 1, 2).double())
-
-    assert result.dtype == torch.float64
 
 
 def test_a_compiler_sees_the_whole_of_it():
@@ -99,17 +84,3 @@ def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_row
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=5e-2)
     assert sparse.grad.dtype == dense.grad.dtype == torch.float32
-
-
-def test_tensors_without_memory_pass_through():
-    with FakeTensorMode():
-        result = InteractionArch(2)(torch.ones(3, 4), torch.ones(3, 2, 4))
-
-    assert result.shape == (3, 7)
-
-
-def test_its_width_follows_from_the_number_and_the_dim_of_the_vectors():
-    arch = InteractionArch(3, 4)
-
-    assert arch(torch.ones(2, 4), torch.ones(2, 3, 4)).shape == (2, arch.out_features)
-    assert InteractionArch(3).out_features is None
