@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from recsys.batch import JaggedIds
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.kernels.cpu.claim import FETCHED
-from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.embeddings.tiers.transfer import Transfer
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from recsys.embeddings.optimizer import Adagrad
+from recsys.embeddings import Adagrad
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.auto import Choice
 
@@ -63,23 +63,6 @@ def test_steps_in_which_the_window_changes_are_not_counted():
     }
 
 
-def test_a_deep_window_is_used_up_before_the_next_candidate_is_counted():
-    choice = Choice(Auto((Sequential(), LookAhead(16)), steps_per_turn=2, num_rounds=1))
-
-    ran = run(choice, lambda schedule, step: 1.0)
-
-    assert ran == [Sequential()] * 34 + [LookAhead(16)] * 34
-
-
-def test_a_run_that_ends_before_has_chosen_nothing():
-    choice = Choice(Auto())
-    for _ in range(30):
-        choice.add(1.0)
-
-    assert choice.describe()["chosen"] is None
-    assert [each["step_ms"] for each in choice.describe()["measured"]] == [1e3, None, None]
-
-
 @pytest.mark.parametrize("num_steps", [0, 30, 24 * 3 + 5, 24 * 9 - 1, 24 * 9])
 def test_a_resumed_choice_begins_its_last_turn_again_and_keeps_the_others(num_steps):
     seconds = [3.0, 1.0, 2.0]
@@ -94,31 +77,6 @@ def test_a_resumed_choice_begins_its_last_turn_again_and_keeps_the_others(num_st
     ran = run(resumed, lambda schedule, _: seconds[CANDIDATES.index(schedule)])
     assert len(ran) == 24 * (9 - num_steps // 24)
     assert resumed.chosen == LookAhead(2)
-
-
-def test_turns_of_other_candidates_are_ignored():
-    choice, other = Choice(Auto()), Choice(Auto(CANDIDATES[:2]))
-    run(choice, lambda *_: 1.0)
-
-    other.load_state_dict(choice.state_dict())
-
-    assert other.chosen is None
-    assert other.state_dict()["turn_seconds"] == []
-
-
-def test_trying_and_choosing_change_no_bit(small):
-    optimizer = Adagrad(lr=0.1)
-    batches = [small.make_batch(small.tables, seed) for seed in range(60)]
-    runs = []
-    for schedule in (Sequential(), Auto(steps_per_turn=1, num_rounds=2)):
-        model = small.Model(small.tables, optimizer, budget=30_000)
-        dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-        pipeline = TrainPipeline(model, dense, schedule=schedule)
-        runs.append((model, small.run(pipeline, iter(batches))))
-
-    assert pipeline.choice.chosen in CANDIDATES
-    assert runs[0][1] == runs[1][1]
-    small.require_equal(runs[0][0], runs[1][0])
 
 
 def test_the_mean_depth_is_that_of_the_current_candidate(small):

@@ -81,70 +81,6 @@ def test_one_that_is_given_or_only_evaluates_is_not_warned_of(made, wrap):
         assert moves_rows(model, [dense, wrap(rows)])
 
 
-def test_an_optimizer_that_is_listed_twice_is_refused(made):
-    model, rows, dense = made
-
-    with pytest.raises(ValueError, match="list each optimizer once, got one SGD twice"):
-        TrainPipeline(model, [dense, rows, dense])
-
-
-def test_optimizers_may_come_from_a_generator(made):
-    model, rows, dense = made
-
-    assert moves_rows(model, (each for each in (rows, dense)))
-
-
-def test_a_table_that_is_frozen_with_rows_fetched_ahead_stays_as_it_is():
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    recsys.accelerate(model, optimizer=optimizer, budget=1500)
-    pipeline = TrainPipeline(model, optimizer, ids=lambda batch: {"bag": batch})
-    batches = iter([torch.arange(10).view(5, 2) + 10 * number for number in range(5)])
-    pipeline.progress(batches)
-    model.bag.requires_grad_(False)
-    rows = model.bag.weight.detach().clone()
-
-    pipeline.progress(batches)
-
-    assert torch.equal(model.bag.weight, rows)
-
-
-def train_clipped(budget):
-    torch.manual_seed(0)
-    model = Model()
-    model.bag.sparse = False  # PyTorch clips no sparse gradients on a CPU
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    norms = []
-
-    def clip(*_):
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
-
-    batches = [torch.randint(0, 30, (5, 2)) for _ in range(6)]
-    if budget is None:
-        for batch in batches:
-            optimizer.zero_grad()
-            model(batch)[0].backward()
-            clip()
-            optimizer.step()
-    else:
-        recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
-        optimizer.register_step_pre_hook(clip)
-        pipeline = TrainPipeline(model, optimizer, ids=lambda batch: {"bag": batch})
-        for _ in pipeline.steps(batches):
-            pass
-    return norms, model.bag.weight.detach().clone()
-
-
-def test_a_hook_before_the_step_clips_gradients_of_rows_and_of_the_dense_part():
-    norms, rows = train_clipped(budget=None)
-
-    clipped_norms, clipped_rows = train_clipped(budget=1500)
-
-    assert min(norms) > 0.01
-    torch.testing.assert_close(clipped_norms, norms)
-    torch.testing.assert_close(clipped_rows, rows)
-
-
 BUDGET = 5000
 BATCHES = [torch.arange(8).view(4, 2) + number for number in range(6)]
 
@@ -195,12 +131,3 @@ def test_a_model_that_was_restored_needs_a_new_pipeline(schedule, accelerates_ag
 
     with pytest.raises(ValueError, match="'bag' is another module"):
         list(pipeline.steps(iterator))
-
-
-def test_a_model_that_is_accelerated_without_a_budget_keeps_its_pipeline():
-    model = Model(500)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = TrainPipeline(model, optimizer)
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-
-    assert len(list(pipeline.steps(BATCHES))) == len(BATCHES)

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.loader import BatchLoader
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.table import TableConfig
+from recsys.datasets import BatchLoader
+from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
 from recsys.pipeline import FAE, Auto, HotColdLoader, Hotline, LookAhead, Sequential, TrainPipeline
 
 NUM_EPOCHS = 3
@@ -38,15 +36,6 @@ class Numbered:
 
     def describe(self):
         return {}
-
-
-class Broken(Numbered):
-    """One of its samples cannot be read."""
-
-    def read(self, samples):
-        if 17 in samples:
-            raise OSError("the disk is gone")
-        return super().read(samples)
 
 
 class Model(nn.Module):
@@ -194,38 +183,6 @@ def test_an_iterator_that_is_closed_or_dropped_leaves_the_position_of_training(i
 
     assert model.trained == [list(range(n, n + 5)) for n in range(0, 40, 5)]
     assert loader.epoch == 1
-
-
-def test_mini_batches_before_a_read_error_count_when_they_are_trained_on():
-    _, pipeline = make_pipeline(4)
-    loader = make_loader(source=Broken)
-    batches = iter(loader)
-    for number in range(1, 4):
-        pipeline.progress(batches)
-        assert loader.state_dict()["next_sample"] == 5 * number
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        pipeline.progress(batches)
-    assert (loader.epoch, loader.state_dict()["next_sample"]) == (0, 15)
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(iter(loader))  # it is tried again: no iteration is running
-
-
-def test_a_failed_step_has_used_its_mini_batch():
-    model, pipeline = make_pipeline(2)
-    loader = make_loader()
-
-    def fail_at_the_third(*_):
-        if len(model.trained) == 3:
-            raise ZeroDivisionError
-
-    model.register_forward_hook(fail_at_the_third)
-
-    with pytest.raises(ZeroDivisionError):
-        for _ in pipeline.steps(loader):
-            pass
-
-    assert loader.state_dict()["next_sample"] == 15
 
 
 HOT = [number % 3 == 0 for number in range(60)]

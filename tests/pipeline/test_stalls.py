@@ -1,18 +1,16 @@
 """Where the time went: booked to stages, and told in a table."""
 
 import json
-import time
 
 import numba
 import pytest
 
-from recsys.embeddings.optimizer import SGD
-from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from recsys.embeddings import SGD
+from recsys.pipeline import Sequential, TrainPipeline
 from recsys.pipeline.stalls import (
     STAGES,
     StageClock,
     describe_stalls,
-    format_stalls,
     stage_seconds,
 )
 
@@ -50,28 +48,6 @@ def test_waiting_for_rows_is_no_part_of_the_stage_it_was_in_but_of_an_evaluation
         "evaluate": 1,
     }
     assert clock.train_seconds == 8
-
-
-def test_compiling_during_a_wait_for_rows_counts_once(now, monkeypatch):
-    waited, clock = [0.0], StageClock()
-    clock.watch(lambda: waited[0])
-    now[0] += 5
-    waited[0] += 4
-    monkeypatch.setattr("recsys.pipeline.stalls._COMPILING.seconds", clock._compiled + 3)
-    clock.mark("forward")
-
-    assert stages_of(clock) == {"prefetch_wait": 4, "compile": 1}
-
-
-def test_waiting_for_rows_is_part_of_a_checkpoint(now):
-    waited, clock = [0.0], StageClock()
-    clock.watch(lambda: waited[0])
-    now[0] += 5
-    waited[0] += 2
-    clock.mark("checkpoint")
-
-    assert stages_of(clock) == {"checkpoint": 5}
-    assert clock.train_seconds == 5
 
 
 def test_a_resumed_clock_continues_with_the_seconds_of_the_saved_one(now):
@@ -121,17 +97,6 @@ def test_what_a_fetch_takes_is_booked_to_the_wait_for_rows_and_nothing_else_is(
     assert len(num_fetches) >= 12
 
 
-def test_rows_that_come_while_a_mini_batch_computes_are_not_waited_for(small, monkeypatch):
-    spent = []
-    for schedule in (Sequential(), LookAhead(2)):
-        with monkeypatch.context() as patched:
-            pipeline = run_slowly(small, patched, schedule, lambda: time.sleep(0.01))
-        spent.append(pipeline.clock.seconds["prefetch_wait"])
-
-    assert spent[0] > 0.01 * 12
-    assert spent[1] < spent[0]
-
-
 def test_a_record_has_every_stage_and_the_one_that_binds(now):
     clock = StageClock()
     for stage, seconds in (("load", 4), ("forward", 10), ("evaluate", 90), ("update", 6)):
@@ -149,13 +114,6 @@ def test_a_record_has_every_stage_and_the_one_that_binds(now):
     assert stalls["binding"] == "forward"
 
 
-def test_without_a_step_nothing_binds(now):
-    stalls = describe_stalls(StageClock())
-
-    assert stalls["binding"] is None
-    assert format_stalls(stalls) == "no step was made"
-
-
 def test_compiling_a_kernel_is_a_stage_of_its_own():
     clock = StageClock()
     kernel = numba.njit(lambda number: number + 1)
@@ -169,13 +127,3 @@ def test_compiling_a_kernel_is_a_stage_of_its_own():
     assert compiled > 0
     assert clock.seconds["compile"] == compiled
     assert clock.train_seconds == clock.seconds["forward"]
-
-
-def test_the_line_has_every_stage_of_training_that_takes_time():
-    clock = StageClock()
-    clock.seconds |= {"load": 2.0, "prefetch_wait": 14.0, "forward": 0.1, "backward": 3.9}
-    clock.seconds["evaluate"] = 100.0
-
-    line = format_stalls(describe_stalls(clock))
-
-    assert line == "load 10%, prefetch wait 70%, backward 20%"

@@ -15,12 +15,10 @@ from recsys.embeddings import (
     Adagrad,
     HotColdEmbeddingBag,
     HotColdEmbeddingBagCollection,
-    HotColdEmbeddingCollection,
     TableConfig,
 )
-from recsys.errors import ConfigError, IdOutOfRange, TiersFailed
+from recsys.errors import IdOutOfRange, TiersFailed
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
-from recsys.pipeline.divided_tables import AbstractDividedTables
 
 BUDGET = 30_000  # of 830 rows and their state
 
@@ -57,19 +55,6 @@ def test_left_out_a_schedule_looks_ahead_where_rows_come_from_files(pair, tmp_pa
     assert TrainPipeline(in_files, None).schedule == LookAhead(depth=2)
 
 
-def test_tables_divided_among_processes_count_what_moves_their_rows():
-    held = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.5), budget="4KiB")
-    fetchers = [group.fetcher for group in held.groups()]
-    names = {"has_tiers": True, "fetchers": lambda _: fetchers}
-    unused = dict.fromkeys(("send", "prefetch"))
-    divided = type("Divided", (AbstractDividedTables,), names | unused)()
-    pipeline = TrainPipeline(nn.Sequential(divided, nn.Linear(1, 1)), None)
-    held(torch.tensor([[1]])).sum().backward()
-    [tier] = pipeline.state_dict()["tiers"]
-    assert tier["num_rows"] == 300
-    assert tier["waited"] > 0
-
-
 @pytest.mark.parametrize("schedule", [Sequential(), LookAhead(2)])
 def test_a_smaller_mini_batch_counts_by_its_share(small, pair, batches, schedule):
     (resident, tiered), (dense, other_dense) = pair()
@@ -86,17 +71,6 @@ def test_a_smaller_mini_batch_counts_by_its_share(small, pair, batches, schedule
 
     assert small.run(pipeline, iter(batches)) == losses  # of the samples, not of their share
     small.require_equal(resident, tiered)
-
-
-def test_looking_ahead_without_tiers_takes_nothing_ahead(small, pair, batches):
-    (resident, _), (dense, _) = pair()
-    (other, _), (other_dense, _) = pair()
-    pipeline = TrainPipeline(resident, dense, schedule=LookAhead(4))
-
-    losses = small.run(pipeline, iter(batches))
-
-    assert losses == small.run_plain(other, other_dense, batches)
-    assert pipeline.mean_depth == 0
 
 
 def test_evaluation_between_steps_sees_the_newest_rows(small, pair, batches):
@@ -127,27 +101,6 @@ def test_detach_leaves_nothing_under_way_and_progress_goes_on_after_it(small, pa
     losses += small.run(pipeline, iterator)
     assert losses == expected + small.run_plain(models[0], dense[0], batches[5:])
     small.require_equal(*models)
-
-
-@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(3)])
-def test_an_exception_of_the_iterator_comes_in_its_turn(small, pair, batches, schedule):
-    (_, tiered), (_, dense) = pair()
-    pipeline = TrainPipeline(tiered, dense, schedule=schedule)
-
-    def read():
-        yield from batches[:5]
-        raise OSError("the line is dead")
-
-    iterator = read()
-    for _ in range(5):
-        pipeline.progress(iterator)
-    with pytest.raises(OSError, match="the line is dead") as raised:
-        pipeline.progress(iterator)
-
-    assert "read" in [entry.name for entry in raised.traceback]
-    with pytest.raises(StopIteration):
-        pipeline.progress(iterator)
-    assert len(small.run(pipeline, iter(batches[5:]))) == 7
 
 
 class Stumbling(nn.Module):
@@ -237,21 +190,6 @@ def test_a_bad_id_is_raised_by_its_own_step(small, pair, batches):
     small.require_equal(*models)
 
 
-def test_rows_without_a_slot_are_warned_of_once(small, batches):
-    optimizer = Adagrad(lr=0.1)
-    budget = small.budget_for(small.tables, optimizer, batches, -5)
-    models = [small.Model(small.tables, optimizer, **each) for each in ({}, {"budget": budget})]
-    pipeline = TrainPipeline(models[1], small.dense_optimizer(models[1]), schedule=LookAhead(6))
-
-    with pytest.warns(UserWarning, match="were used in cold memory") as warned:
-        small.run(pipeline, iter(batches * 4))
-
-    assert len(warned) == 2  # for two dims
-    assert 0 < pipeline.mean_depth < 6
-    small.run_plain(models[0], small.dense_optimizer(models[0]), batches * 4)
-    small.require_equal(*models)
-
-
 @pytest.mark.filterwarnings("ignore:schedule=LookAhead")
 def test_a_resumed_pipeline_continues_with_its_depth_and_counts(small, batches):
     optimizer = Adagrad(lr=0.1)
@@ -275,14 +213,6 @@ def test_a_resumed_pipeline_continues_with_its_depth_and_counts(small, batches):
     assert found[0] == state
     assert resumed.mean_depth == saved.mean_depth > 0
     assert other.mean_depth == 0
-
-
-def test_what_is_no_state_of_a_pipeline_is_refused(pair):
-    models, dense = pair()
-    pipeline = TrainPipeline(models[1], dense[1])
-
-    with pytest.raises(ConfigError, match="pipeline state must"):
-        pipeline.load_state_dict(pipeline.state_dict() | {"more": 1})
 
 
 @dataclass
@@ -371,20 +301,6 @@ def test_an_accelerated_model_is_told_by_ids(small, make, ids):
     recsys.restore(pipeline.detach())
 
 
-def test_an_accelerated_model_whose_rows_move_in_backward_needs_no_optimizer_for_them(small):
-    models = [BagModel(), BagModel()]
-    for model, budget in zip(models, (None, BAG_BUDGET), strict=True):
-        recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=budget)
-    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
-    pipeline = TrainPipeline(models[1], dense[1], ids=ids_of)
-
-    losses = small.run(pipeline, iter(bag_batches()))
-
-    assert losses == run_plain(models[0], dense[0], bag_batches())
-    for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(found, expected)
-
-
 @pytest.mark.filterwarnings("ignore:tables")
 def test_ids_that_the_model_does_not_look_up_change_nothing(small):
     models = [
@@ -403,38 +319,6 @@ def test_ids_that_the_model_does_not_look_up_change_nothing(small):
     losses = small.run(pipeline, iter(batches))
 
     assert losses == run_plain(models[0], dense[0], batches)
-
-
-def test_a_table_of_a_collection_that_is_frozen_between_two_steps_keeps_its_rows():
-    tables = [
-        TableConfig(name=name, num_embeddings=99, embedding_dim=4, feature_names=[name])
-        for name in "ab"
-    ]
-    rows = HotColdEmbeddingCollection(tables, optimizer=SGD(lr=0.1), budget=2000)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rows = rows
-
-        def forward(self, batch):
-            found = self.rows(batch)
-            return found["a"].values().sum() + found["b"].values().sum(), None
-
-    pipeline = TrainPipeline(Model(), None, schedule=LookAhead(2))
-    batches = [JaggedIds.from_one_hot(["a", "b"], torch.randint(99, (2, 4))) for _ in range(8)]
-    iterator = iter(batches)
-    for number in range(8):
-        if number == 3:
-            rows.embeddings["a"].weight.requires_grad_(False)
-            before = [rows.embeddings[name].weight.detach().clone() for name in "ab"]
-        pipeline.progress(iterator)
-
-    is_same = [
-        torch.equal(rows.embeddings[name].weight, known)
-        for name, known in zip("ab", before, strict=True)
-    ]
-    assert is_same == [True, False]
 
 
 def test_a_name_that_is_no_module_of_ours_is_refused_with_those_that_are(small):
@@ -509,45 +393,3 @@ def test_torchrecs_batches_and_models_are_taken(small, batches):
     assert runs[0][1] == runs[1][1]
     assert pipeline.mean_depth > 1
     small.require_equal(runs[0][0], runs[1][0])
-
-
-def test_rows_of_parts_of_a_keyed_jagged_tensor_are_fetched_ahead():
-    pytest.importorskip("torchrec", exc_type=ImportError)
-    from torchrec import KeyedJaggedTensor
-
-    class TwoTowers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.scale = nn.Parameter(torch.ones(4))
-            self.towers = nn.ModuleDict({name: self.tower(name) for name in ("user", "item")})
-
-        def tower(self, name):
-            table = TableConfig(
-                name=name, num_embeddings=300, embedding_dim=4, feature_names=[name]
-            )
-            return HotColdEmbeddingBagCollection([table], optimizer=SGD(lr=0.1), budget=4000)
-
-        def forward(self, features):
-            pooled = [self.towers[key](part).values() for key, part in parts_of(features).items()]
-            loss = (pooled[0] * pooled[1] * self.scale).square().mean()
-            return loss, loss
-
-    def parts_of(features):
-        return dict(zip(("user", "item"), features.split([1, 1]), strict=True))
-
-    def ids_of_towers(features):
-        return {f"towers.{key}": part for key, part in parts_of(features).items()}
-
-    batches = [
-        KeyedJaggedTensor.from_lengths_sync(
-            ["user", "item"], torch.randint(300, (16,)), torch.ones(16, dtype=torch.int32)
-        )
-        for _ in range(4)
-    ]
-    model = TwoTowers()
-    dense = torch.optim.SGD([model.scale], lr=0.1)
-    for ids in (None, ids_of_towers):
-        pipeline = TrainPipeline(model, dense, schedule=LookAhead(1), ids=ids)
-        assert len(list(pipeline.steps(batches))) == 4
-        assert pipeline.mean_depth == pytest.approx(3 / 4)

@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from recsys.embeddings.optimizer import SGD, Adagrad
-from recsys.errors import NonFiniteGradient
+from recsys.embeddings import Adagrad
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.window import Window
 
@@ -70,39 +69,6 @@ def test_an_evaluation_takes_no_mini_batch_of_the_training_data_and_loses_none(
 
     assert evaluated == expected
     assert small.run(pipeline, iterator) == []
-    small.require_equal(*models)
-
-
-def test_in_evaluation_an_iterator_goes_on_with_its_own_window(small, pair, batches):
-    models, dense, pipeline = pair(LookAhead(3))
-    iterator = iter(batches)
-    losses = progress(pipeline, iterator, 2)
-    models[1].eval()
-    with torch.no_grad():
-        evaluated = progress(pipeline, iterator, 5)
-    models[1].train()
-    losses += small.run(pipeline, iterator)
-
-    assert losses[:2] == small.run_plain(models[0], dense, batches[:2])
-    with torch.no_grad():
-        assert evaluated == [models[0](batch)[0].item() for batch in batches[2:7]]
-    assert losses[2:] == small.run_plain(models[0], dense, batches[7:])
-    small.require_equal(*models)
-
-
-@pytest.mark.parametrize("give", [iter, given], ids=["list", "generator"])
-def test_training_may_go_back_and_forth_between_iterators(small, pair, batches, give):
-    models, dense, pipeline = pair(LookAhead(3))
-    iterators = give(batches[:6]), give(batches[6:])
-    losses, order = [], []
-
-    for number, count in ((0, 2), (1, 3), (0, 1), (1, 1), (0, 3), (1, 2)):
-        losses += progress(pipeline, iterators[number], count)
-        order += [(number, None)] * count
-
-    rest = [iter(batches[:6]), iter(batches[6:])]
-    assert losses == small.run_plain(models[0], dense, [next(rest[number]) for number, _ in order])
-    assert [small.run(pipeline, iterator) for iterator in iterators] == [[], []]
     small.require_equal(*models)
 
 
@@ -174,16 +140,6 @@ class Counted:
         self.num_closed += 1
 
 
-class Counting:
-    """Iterated, it gives one of those."""
-
-    def __init__(self, batches):
-        self.iterator = Counted(batches)
-
-    def __iter__(self):
-        return self.iterator
-
-
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_an_iterator_is_told_how_many_mini_batches_wait(pair, batches, depth):
     *_, pipeline = pair(LookAhead(depth) if depth else Sequential())
@@ -196,17 +152,6 @@ def test_an_iterator_is_told_how_many_mini_batches_wait(pair, batches, depth):
 
     assert used == list(range(1, 13))
     assert iterator.num_closed == 0
-
-
-def test_steps_left_early_closes_the_iterator_that_it_has_made(small, pair, batches):
-    *_, pipeline = pair(LookAhead(2))
-    loader = Counting(batches)
-    for _ in pipeline.steps(loader):
-        break
-
-    assert loader.iterator.num_closed == 1
-    assert loader.iterator.num_waiting == 2
-    assert not pipeline._windows._windows
 
 
 def test_steps_left_early_leaves_an_iterator_open_and_its_window_waits(small, pair, batches):
@@ -279,25 +224,6 @@ def test_ids_of_a_mini_batch_are_sent_once_and_none_after_a_read_error():
     assert tables.sent == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_step_that_rows_refuse_has_updated_no_other_parameter(small):
-    tables = small.make_tables([50], [4])
-    model = small.Model(tables, SGD(lr=0.1), auto_apply=False)
-    dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-    pipeline = TrainPipeline(model, dense)
-
-    def spoil(_module, _inputs, pooled):
-        pooled.values().register_hook(lambda gradient: gradient * float("nan"))
-
-    model.embeddings.register_forward_hook(spoil)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-
-    with pytest.raises(NonFiniteGradient):
-        pipeline.progress(iter([small.make_batch(tables, 0)]))
-
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
 def one_tensor(batches):
     """A loader that fills the same tensor again for each mini-batch."""
     labels = batches[0].labels.clone()
@@ -353,41 +279,10 @@ def test_a_loader_that_overwrites_mini_batches_that_wait_is_refused_before_they_
     assert losses == small.run_plain(models[0], dense, batches)
 
 
-@pytest.mark.parametrize("give", [one_tensor, one_object, two_tensors_in_turn])
-def test_where_none_is_taken_ahead_a_loader_may_fill_the_same_tensors(small, pair, batches, give):
-    models, dense, pipeline = pair(Sequential())
-
-    losses = small.run(pipeline, give(batches))
-
-    assert losses == small.run_plain(models[0], dense, batches)
-    small.require_equal(*models)
-
-
 def test_a_loader_may_fill_parts_of_a_tensor_that_are_used(small, pair, batches):
     models, dense, pipeline = pair(LookAhead(2))
 
     losses = small.run(pipeline, in_parts_of_a_tensor(batches))
 
     assert losses == small.run_plain(models[0], dense, in_parts_of_a_tensor(batches))
-    small.require_equal(*models)
-
-
-def test_a_step_may_change_its_mini_batch_and_what_mini_batches_share(small, pair, batches):
-    models, dense, pipeline = pair(LookAhead(2))
-    found = []
-
-    def halve(_, inputs):
-        inputs[0].labels.mul_(0.5)
-
-    for model in models:
-        model.register_forward_pre_hook(halve)
-    for run in (
-        lambda given: small.run(pipeline, given),
-        lambda given: small.run_plain(models[0], dense, given),
-    ):
-        shared = copy.deepcopy(batches)
-        shared[3:6] = [dataclasses.replace(each, labels=shared[2].labels) for each in shared[3:6]]
-        found.append(run(iter([*shared, shared[0], shared[0]])))
-
-    assert found[0] == found[1]
     small.require_equal(*models)

@@ -36,7 +36,7 @@ from recsys.pipeline.micro_batches import (
 from recsys.pipeline.skip.guard import QualityGuard
 from recsys.pipeline.skip.refill import EVERYTHING, Chosen, Position, Refill
 from recsys.pipeline.stalls import STAGES, StageClock
-from tests.pipeline.test_micro_batches import Sheet
+from tests.unit.pipeline.test_micro_batches import Sheet
 
 SAMPLES = torch.tensor([2, 0])
 PARTS = [torch.tensor([1]), SAMPLES]

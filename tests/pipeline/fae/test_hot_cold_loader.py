@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.pipeline.fae import FAE, HotColdLoader
+from recsys.pipeline import FAE, HotColdLoader
 
 NUM_SAMPLES = 210
 
@@ -73,34 +72,6 @@ def test_a_turn_is_a_share_of_the_cold_then_of_the_hot_mini_batches():
     assert swaps == [8, 16, 24]
 
 
-def test_hot_mini_batches_are_numbered_in_their_order():
-    is_hot = [number % 3 == 0 for number in range(NUM_SAMPLES)]
-    loader = make(is_hot, rate=30, is_adaptive=False)
-    for _ in range(2):
-        hot, numbers, expected = [], [], loader.hot_samples().tolist()
-
-        iterator = iter(loader)
-        for batch in iterator:
-            if is_hot[batch[0]]:
-                hot += batch
-                numbers.append(loader.last_hot_number(iterator))
-                assert loader.hot_samples(len(numbers)).tolist() == expected[len(hot) :]
-            else:
-                assert loader.last_hot_number(iterator) is None
-
-        assert hot == expected
-        assert numbers == list(range(loader.num_hot_batches))
-        assert len(hot) == loader.num_hot_samples
-
-
-def test_losses_make_turns_shorter():
-    is_hot = [number % 2 == 0 for number in range(NUM_SAMPLES)]
-
-    _, swaps = take(make(is_hot, rate=20), [1.0, 2.0, 3.0, 4.0])
-
-    assert swaps == [6, 12, 16, 18, 20, 22, 24, 26, 28]
-
-
 def test_the_next_turn_waits_for_the_loss():
     loader = make([True, False] * 30, rate=10)
 
@@ -109,17 +80,6 @@ def test_the_next_turn_waits_for_the_loss():
 
     loader.observe(1.0)
     assert next(iter(loader))
-
-
-def test_order_is_a_function_of_seed_and_epoch():
-    is_hot = [number % 3 == 0 for number in range(60)]
-    one, other, third = (make(is_hot, seed=seed) for seed in (0, 0, 1))
-
-    first = [take(loader)[0] for loader in (one, other, third)]
-    second = [take(loader)[0] for loader in (one, other)]
-
-    assert first[0] == first[1] != first[2]
-    assert second[0] == second[1] != first[0]
 
 
 @given(stop=st.integers(0, 60), rate=st.sampled_from([5, 30, 100]))
@@ -140,44 +100,3 @@ def test_a_state_goes_on_with_the_very_next_mini_batch(stop, rate):
 
     if len(taken) < len(whole):
         assert taken + take(resumed, left)[0] == whole
-
-
-def test_a_loader_with_numbers_of_numpy_has_the_state_of_one_without():
-    of_numpy, of_python = (
-        make([True, False] * 9, number(4), number(3)) for number in (np.int64, int)
-    )
-
-    state = json.loads(json.dumps(of_numpy.state_dict()))
-
-    assert state == of_python.state_dict()
-    of_numpy.load_state_dict(state)
-
-
-def test_a_loss_that_no_turn_waits_for_is_refused():
-    loader = make([True, False] * 30, rate=10)
-
-    with pytest.raises(RuntimeError, match="no turn of the loader has ended"):
-        loader.observe(1.0)
-
-    assert loader.scheduler.num_swaps == 0
-
-
-def test_there_is_one_iteration_at_a_time():
-    loader = make([True, False] * 10)
-    running = iter(loader)
-    next(running)
-
-    with pytest.raises(RuntimeError, match="an iteration of it is still running"):
-        next(iter(loader))
-    running.close()
-    next(iter(loader))
-
-
-def test_a_real_source_is_read_whole():
-    source = SyntheticCriteo(num_samples=350, table_sizes=[30, 7], seed=0)
-    split = source.splits["train"]
-    is_hot = np.arange(len(split)) % 4 == 0
-
-    loader = HotColdLoader(source, "train", 16, is_hot, FAE(is_adaptive=False))
-
-    assert sum(len(batch.labels) for batch in loader) == len(split)

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.popularity.counts import PopularityProfile
-from recsys.embeddings.popularity.plan import plan_hot_rows
-from recsys.errors import ConfigError, ProfileError
+from recsys.datasets import SyntheticCriteo
+from recsys.embeddings import SGD, PopularityProfile, plan_hot_rows
 from recsys.train.parts.tables import table_configs
 
 PART = range(100, 600)
@@ -42,11 +39,3 @@ def test_a_sample_is_hot_if_all_of_its_rows_are(source):
 
     assert 0 < found.sum() < len(PART)
     assert found.tolist() == hot_one_by_one(plan, source).tolist()
-
-
-def test_samples_and_features_that_are_not_there_are_named(source):
-    with pytest.raises(ConfigError, match=r"samples must be a range of step 1 within \[0, 700\)"):
-        plan_of(source).find_hot_samples(source, range(600, 800))
-    other = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1])
-    with pytest.raises(ProfileError, match="its feature 'cat_3' is not in the data"):
-        plan_of(source).find_hot_samples(other, PART)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.optimizer import SGD
+from recsys.embeddings import SGD, HotColdEmbeddingBag
 from recsys.pipeline import Hotline, Sequential, TrainPipeline
 from recsys.pipeline.hotline import is_loss_a_sum
 
@@ -166,37 +165,6 @@ def test_measuring_the_loss_draws_no_random_number_and_leaves_every_mode(is_func
     assert model.training
     assert model.dropout.training
     assert not model.layer.training
-
-
-def test_a_select_that_loses_samples_is_refused():
-    """Two samples share a bag here, so a claim knows of half as many."""
-
-    class Pairs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = HotColdEmbeddingBag(
-                300, 4, mode="sum", optimizer=SGD(lr=0.02), budget=4000, dtype=torch.float64
-            )
-
-        def forward(self, batch):
-            predictions = self.bag(batch.ids).sum(1).repeat_interleave(2)
-            return (predictions - batch.labels).square().mean(), predictions
-
-    class Batch:
-        def __init__(self, ids, labels):
-            self.ids, self.labels = ids, labels
-
-        def select(self, samples):
-            return Batch(self.ids[samples], self.labels[torch.cat([2 * samples, 2 * samples + 1])])
-
-    batches = [Batch(each.ids, torch.rand(24, dtype=torch.float64)) for each in halves()]
-    pipeline = TrainPipeline(Pairs(), None, schedule=HALVES, ids=ids_of)
-    iterator = iter(batches)
-    for _ in range(3):
-        pipeline.progress(iterator)
-
-    with pytest.raises(ValueError, match=r"a row for each sample.* got \(24,\) of 12 samples"):
-        pipeline.progress(iterator)
 
 
 def measure(losses, dtype):

@@ -10,11 +10,8 @@ import torch
 from torch import nn
 
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.loader import BatchLoader
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import RowWiseAdagrad
-from recsys.embeddings.staleness.settings import Staleness
-from recsys.embeddings.table import TableConfig
+from recsys.datasets import BatchLoader
+from recsys.embeddings import HotColdEmbeddingBagCollection, RowWiseAdagrad, Staleness, TableConfig
 from recsys.pipeline import (
     DropInput,
     FreezeRows,

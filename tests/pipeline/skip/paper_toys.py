@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from recsys.batch import Batch, JaggedIds
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.popularity.counts import PopularityProfile
-from recsys.embeddings.popularity.plan import plan_hot_rows
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import (
+    SGD,
+    HotColdEmbeddingBagCollection,
+    PopularityProfile,
+    TableConfig,
+    plan_hot_rows,
+)
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.pipeline import FAE, HotColdLoader, Paper, Sequential, TrainPipeline
 from recsys.pipeline.skip.paper import draw_places

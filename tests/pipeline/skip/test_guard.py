@@ -59,22 +59,12 @@ def guard_warns():
     assert all(str(each.message).startswith("guard: from mini-batch ") for each in caught)
 
 
-@pytest.mark.in_ci("128")
-@pytest.mark.parametrize("batch_size", [128, 2048])
-def test_calm_streams_change_nothing(batch_size):
-    guard, stream = QualityGuard(FEW), Stream(batch_size)
+def test_calm_streams_change_nothing():
+    guard, stream = QualityGuard(FEW), Stream(128)
 
     assert not any(stream.window(guard, index) for index in range(40))
     assert guard.decisions == []
     assert guard.report()["num_windows"] == 40
-
-
-def test_difficulty_that_changes_slowly_changes_nothing():
-    guard, stream = QualityGuard(FEW), Stream(512)
-
-    for index in range(60):  # in all, normalized entropy rises from 0.81 to 0.88
-        stream.spread = 1.2 - 0.3 * index / 60
-        assert not stream.window(guard, index)
 
 
 @pytest.mark.parametrize("batch_size", [128, 2048])
@@ -141,18 +131,6 @@ def test_a_change_that_is_not_due_to_skipping_lowers_it_once():
     assert [each["factor"] for each in guard.decisions] == [0.5, 1.0]
 
 
-def test_a_window_that_is_clearly_better_replaces_the_estimate():
-    guard, stream = QualityGuard(FEW), Stream(noise=2.0)
-    stream.window(guard, 0)
-
-    stream.noise = 0.0
-    stream.window(guard, 1)
-    stream.noise = 0.7  # bad, but better than the first window
-
-    with guard_warns():
-        assert stream.window(guard, 2)
-
-
 @pytest.mark.filterwarnings("ignore:guard")
 @pytest.mark.parametrize("logit", [-40.0, -1e200, 40.0, 1e200])
 def test_a_model_that_collapses_stops_skipping(logit):
@@ -192,25 +170,6 @@ def test_a_state_taken_inside_a_window_continues_equally():
     assert json.dumps(state) == saved  # it is a copy
 
 
-def test_a_window_whose_last_step_failed_is_dropped():
-    guard, stream = QualityGuard(FEW), Stream(128)
-    for number in (*range(49), *range(100, 149)):
-        guard.add(number, *stream.step())
-    assert guard.report()["num_windows"] == 0
-    assert guard.state_dict()["sums"][0] == 49 * 128
-
-    guard.add(149, *stream.step())
-    assert guard.report()["num_windows"] == 1
-
-
-def test_a_step_with_infinite_predictions_is_left_out():
-    guard, logits = QualityGuard(FEW), torch.tensor([[0.0], [float("inf")]])
-
-    guard.add(0, logits, torch.tensor([0.0, 1.0]))
-
-    assert guard.state_dict()["sums"] == [0.0] * 8
-
-
 def test_measures_follow_their_formulas_and_their_errors_are_those_of_many_draws():
     random = np.random.default_rng(3)
     found = []
@@ -227,10 +186,3 @@ def test_measures_follow_their_formulas_and_their_errors_are_those_of_many_draws
     for measure in ("logloss", "calibration"):
         values, errors = np.array([each[measure] for each in found]).T
         assert errors.mean() == pytest.approx(values.std(), rel=0.15)  # 4 errors of 400 draws
-
-
-def test_too_few_labels_give_no_measure():
-    logits, labels = np.linspace(-1, 1, 9), (np.arange(9) == 4).astype(float)
-
-    assert _measures((19 * _sums_of(logits, labels)).tolist()) == {}
-    assert set(_measures((20 * _sums_of(logits, labels)).tolist())) == {"logloss", "calibration"}

@@ -9,7 +9,7 @@ import torch
 
 import recsys
 from recsys.batch import Batch, JaggedIds
-from recsys.embeddings.optimizer import RowWiseAdagrad
+from recsys.embeddings import RowWiseAdagrad
 from recsys.embeddings.rows.bags import Bags, Lookups
 from recsys.pipeline import (
     Guard,
@@ -126,19 +126,6 @@ def test_the_share_is_reached_and_hard_samples_are_kept(share):
     assert errors[chosen.samples].mean() > 1.05 * errors.mean()
 
 
-def test_weights_are_scaled_by_the_share_that_is_kept():
-    stream = OneTable(100)
-    sampler = sampler_after(64, replace(IMPORTANCE, bits=16), stream)
-    position = Position(num_batches=70, num_seen=10, offset=10)
-    maker = Refill(sampler, position, "skip=test", refills=False)
-
-    made = maker.take(iter([stream.make()]), lambda batch: batch)
-
-    assert 0 < len(made.batch) < 90
-    expected = torch.from_numpy(made.weights) * (len(made.batch) / 90)
-    torch.testing.assert_close(made.batch.weights, expected)
-
-
 def test_a_version_holds_from_32_mini_batches_later_on():
     stream = OneTable()
     policy = Importance(warm_up=0, guard=None)
@@ -222,7 +209,6 @@ def test_mini_batches_without_refill_count_as_their_raw_ones(skips, name):
     assert half.losses != run.losses
 
 
-@pytest.mark.outside_ci
 def test_a_raw_mini_batch_of_which_nothing_is_kept_makes_no_step(skips):
     """With two samples each, both are left out at times."""
     policy = RandomDrop(0.6, weighted=True, refill=False)
@@ -234,24 +220,6 @@ def test_a_raw_mini_batch_of_which_nothing_is_kept_makes_no_step(skips):
     assert 0.75 < len(run.losses) / 800 < 0.85
     assert position.num_batches == len(run.losses)
     assert abs(run.pipeline.skipping.num_skipped / 1600 - 0.6) < 0.04
-
-    again = skips.Run(LookAhead(3), policy, skips.options_of("host", None), batch_size=2)
-    for stop in (1, 7, 100, 101):
-        again.train(stop)
-        losses = again.losses
-        state = again.state()
-        again = skips.Run(LookAhead(3), policy, skips.options_of("host", None), batch_size=2)
-        again.load(state).losses = losses
-    again.train()
-    skips.require_equal(run, again)
-
-
-def test_random_drop_gives_weights_with_refill(skips):
-    run = skips.Run(Sequential(), RandomDrop(0.25, weighted=True)).train()
-    plain = skips.Run(Sequential(), RandomDrop(0.25)).train()
-
-    assert run.losses[0] == pytest.approx(plain.losses[0] / 0.75)
-    assert run.pipeline.skipping.position == plain.pipeline.skipping.position
 
 
 class Bag(torch.nn.Module):
@@ -270,27 +238,6 @@ def test_a_model_that_ignores_weights_is_refused(policy):
 
     with pytest.raises(ValueError, match=r"gives samples weights, but Bag does not say"):
         TrainPipeline(model, None, skip=policy)
-
-
-def test_a_mini_batch_without_labels_is_refused():
-    model = Bag()
-    model.uses_sample_weights = True
-    recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
-    pipeline = TrainPipeline(model, None, skip=IMPORTANCE, ids=lambda batch: {"bag": batch[0]})
-
-    with pytest.raises(ValueError, match=r"must have an attribute labels .*got none in tuple"):
-        pipeline.progress(iter([(torch.zeros(4, 1, dtype=torch.long),)]))
-
-
-def test_a_state_of_another_policy_starts_anew(skips):
-    run = skips.Run(Sequential(), RandomDrop(0.3)).train(21)
-    assert run.pipeline.skipping.position.offset > 0
-
-    after = skips.Run(Sequential(), IMPORTANCE).load(run.state()).train()
-
-    skipping = after.pipeline.skipping
-    assert skipping.num_seen == 1600
-    assert skipping.report()["importance"]["num_steps"] == len(after.losses)
 
 
 @pytest.mark.parametrize("guard", [None, Guard(every=64, steps=12)])

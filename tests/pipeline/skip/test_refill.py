@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.datasets.loader import BatchLoader
+from recsys.datasets import BatchLoader
 from recsys.pipeline.skip.refill import EVERYTHING, Chosen, Position, Refill
 from recsys.pipeline.window import Window
 from tests.pipeline.test_positions import Numbered, numbers
@@ -93,26 +93,6 @@ def test_a_position_says_which_raw_samples_are_used_up(sizes, pattern, stop):
     assert position.num_kept == is_chosen[:used].sum() == sum(map(len, found[: stop + 1]))
 
 
-def test_a_choice_depends_on_the_mini_batch_that_samples_are_taken_for():
-    taken_for = []
-
-    def choose(raw):
-        taken_for.append((raw.number, raw.taken_for))
-        return Chosen(np.arange(3))
-
-    raw = [torch.arange(4)] * 5
-    maker = Refill(choose, Position(), "skip=test")
-    iterator = iter(raw)
-    maker.take(iterator, lambda batch: batch)
-    maker.set_num_waiting(iterator, 0)
-    position = maker.position
-    again = Refill(choose, position, "skip=test")
-    again.take(iter(raw[position.num_raw :]), lambda batch: batch)
-
-    assert (position.num_raw, position.offset) == (1, 1)
-    assert taken_for == [(0, 0), (1, 0), (1, 0), (2, 1)]
-
-
 def test_a_mini_batch_that_is_kept_whole_passes_through_untouched():
     raw = [torch.arange(4), torch.arange(3), torch.arange(4)]
     maker = refill_of(np.ones(11, bool))
@@ -142,21 +122,6 @@ def test_an_iterator_that_fails_loses_no_sample_before_and_after():
     found, _ = take_all(maker, iterator)
 
     assert [sample for batch in found for sample in batch] == np.flatnonzero(is_chosen).tolist()
-
-
-def test_a_mini_batch_whose_choice_fails_is_left_out():
-    def choose(raw):
-        if raw.number == 1:
-            raise ValueError("no such row")
-        return Chosen(np.arange(2))
-
-    maker, iterator = Refill(choose, Position(), "skip=test"), iter(chunks_of([4, 4, 4]))
-    with pytest.raises(ValueError, match="row"):
-        maker.take(iterator, lambda batch: batch)
-    found, _ = take_all(maker, iterator)
-
-    assert found == [[0, 1, 8, 9]]
-    assert maker.position.num_seen == 12
 
 
 @given(
@@ -246,37 +211,6 @@ def test_a_run_resumed_with_another_batch_size_loses_no_sample(sizes, stops, pat
         assert found == chosen
 
 
-@pytest.mark.parametrize("depth", [0, 3])
-def test_samples_left_out_at_the_end_end_the_epoch(depth):
-    loader = BatchLoader(Numbered(20), "train", 4, shuffle=False)
-    is_chosen = np.arange(20) < 6
-    window, iterator = Window(), iter(loader)
-    window.refill = refill_of(is_chosen)
-    found = []
-    for _ in range(3):
-        window.fill(iterator, depth, None)
-        try:
-            found.append(numbers(window.pop(iterator, None).batch))
-        except StopIteration:
-            break
-
-    assert found == [[0, 1, 2, 3], [4, 5]]
-    assert loader.state_dict()["epoch"] == 1
-    assert loader.state_dict()["next_sample"] == 0
-
-
-def test_weights_go_with_their_samples():
-    def choose(raw):
-        return Chosen(np.array([0, 2]), np.array([1.0, 4.0], np.float32))
-
-    batch = Numbered(3).read(np.arange(3))
-    maker = Refill(choose, Position(), "skip=test")
-    made = maker.take(iter([batch, batch]), lambda batch: batch).batch
-
-    assert numbers(made) == [0, 2, 0]
-    assert made.weights.tolist() == [1, 4, 1]
-
-
 @dataclass
 class Weighable:
     """A dataclass that knows nothing of recsys, with weights."""
@@ -295,19 +229,6 @@ def test_a_part_without_weights_gets_ones():
 
     assert made.batch.values.tolist() == [0, 1, 2, 4]
     assert made.batch.weights.tolist() == made.weights.tolist() == [1, 1, 1, 2]
-
-
-def test_samples_that_cannot_be_joined_are_left_out():
-    raw = [(torch.arange(4), "a"), (torch.arange(4, 8), "b"), (torch.arange(8, 12), "b")]
-    maker, iterator = Refill(lambda _: Chosen(np.arange(3)), Position(), "skip=test"), iter(raw)
-    with pytest.raises(ValueError, match="must be the same"):
-        maker.take(iterator, lambda batch: batch)
-
-    made = maker.take(iterator, lambda batch: batch)
-    maker.set_num_waiting(iterator, 0)
-
-    assert made.batch[0].tolist() == [5, 6, 8, 9]  # 0, 1, 2 and 4 could not be joined
-    assert maker.position == Position(1, 2, 2, 10, 4, 4)
 
 
 def test_a_loader_that_overwrites_samples_that_wait_is_refused():

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from recsys.datasets.loader import BatchLoader
-from recsys.pipeline import Importance, Sequential
+from recsys.datasets import BatchLoader
+from recsys.pipeline import Sequential
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
@@ -53,37 +53,3 @@ def test_a_state_loaded_after_training_equals_one_loaded_in_a_new_run(skips, ear
     run.losses = []
     skips.require_equal(fresh.train(80), run.train(80))
     assert found.report() == expected.report()
-
-
-def test_importance_that_is_loaded_without_a_state_starts_anew(skips):
-    state = skips.Run(Sequential(), skips.POLICIES["random_drop"]).train(5).state()
-    policy = Importance(share=0.3, warm_up=32, guard=None)
-    run = skips.Run(Sequential(), policy).train(20).load(state)
-
-    assert run.pipeline.skipping.report()["importance"]["num_steps"] == 0
-    assert run.pipeline.skipping.importance.weights is None
-
-
-def test_after_a_step_that_raised_no_update_is_counted_or_frozen(skips):
-    run = skips.Run(Sequential(), skips.POLICIES["freeze_rows"]).train(4)
-    whole, run.pipeline._forward = run.pipeline._forward, None
-    with pytest.raises(TypeError):
-        run.train(5)
-    run.pipeline._forward = whole
-
-    watch = run.pipeline.skipping.tracker._watch
-    assert not watch.is_counting
-    assert watch.freezes is None
-
-
-def test_iterators_without_samples_that_wait_are_dropped_silently(skips):
-    run = skips.Run(Sequential(), skips.POLICIES["observe"])
-    batches = list(run.loader)[:3]
-
-    for _ in range(4):
-        iterator = iter(batches)
-        for _ in batches:
-            run.pipeline.progress(iterator)
-
-    assert len(run.pipeline._windows._owners) == 1
-    assert run.pipeline.skipping.num_seen == 4 * 3 * 16

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.loader import BatchLoader
-from recsys.errors import ConfigError
+from recsys.datasets import BatchLoader
 from recsys.pipeline import (
     FAE,
     HotColdLoader,
@@ -42,15 +41,6 @@ def test_two_training_iterators_at_once_are_refused(skips):
     run.pipeline.progress(second)
 
 
-def test_an_iterator_that_cannot_be_deleted_must_be_used_up(skips):
-    run = skips.Run(LookAhead(2), skips.POLICIES["random_drop"], skips.options_of("host", None))
-    batches = list(run.loader)
-    run.pipeline.progress(iter(batches))
-
-    with pytest.raises(ValueError, match="that of a list cannot be"):
-        run.pipeline.progress(iter(batches))
-
-
 def adaptive_loader(source):
     return HotColdLoader(source, "train", 16, np.arange(1600) % 3 == 0, FAE())
 
@@ -84,15 +74,6 @@ def test_a_schedule_that_looks_too_far_ahead_is_refused(skips):
         skips.Run(LookAhead(32), skips.POLICIES["observe"], skips.options_of("host", None))
 
 
-def test_a_deleted_pipeline_lets_go_of_the_rows(skips):
-    run = skips.Run(
-        LookAhead(2), skips.POLICIES["drop_input"], skips.options_of("host", None)
-    ).train(3)
-    del run.pipeline
-
-    skips.Run(LookAhead(2), skips.POLICIES["observe"], model=run.model).train(3)
-
-
 @pytest.mark.parametrize("name", ["drop_input", "freeze_rows", "random_drop"])
 def test_training_after_close_is_refused_and_evaluation_is_not(skips, name):
     run = skips.Run(LookAhead(2), skips.POLICIES[name], skips.options_of("host", None)).train(3)
@@ -113,12 +94,3 @@ def test_a_state_without_skipping_is_loaded(skips):
 
     assert run.pipeline.skipping.num_seen == 0
     run.train(8)
-
-
-def test_what_is_no_state_is_refused(skips):
-    run = skips.Run(Sequential(), skips.POLICIES["drop_input guarded"]).train(5)
-    state = run.pipeline.state_dict()
-    state["skipping"]["more"] = 1
-
-    with pytest.raises(ConfigError, match="skipping state must"):
-        run.pipeline.load_state_dict(state)

@@ -60,16 +60,6 @@ def test_every_kind_of_mini_batch_is_taken_apart():
     assert part["sheet"].features.tolist() == [[4, 5], [0, 1]]
 
 
-def test_features_of_torchrec_are_taken_apart():
-    pytest.importorskip("torchrec")
-
-    part = select_samples(some_ids().to_torchrec(), SAMPLES, 3)
-
-    assert part.keys() == ["a", "b"]
-    assert bags_of(part) == [[], [4], [2], [0]]
-    assert part.weights().tolist() == [0, 4, 3]
-
-
 def test_every_kind_of_mini_batch_is_joined():
     dense, labels = torch.arange(6.0).view(3, 2), torch.arange(3)
     batch = {

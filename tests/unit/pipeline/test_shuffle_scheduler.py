@@ -2,11 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
-import torch
 
-from recsys.pipeline.fae import FAE, ShuffleScheduler
+from recsys.pipeline import FAE
+from recsys.pipeline.fae import ShuffleScheduler
 
 
 def rates_after(losses, **constants):
@@ -60,14 +59,3 @@ def test_a_state_goes_on_where_it_was_taken():
     for scheduler in (one, other):
         scheduler.observe(5)
         assert (scheduler.rate, scheduler.num_swaps) == (100, 5)
-
-
-@pytest.mark.parametrize("number", [np.float32, torch.tensor])
-def test_losses_may_be_tensors_and_numbers_of_numpy(number):
-    one, other = (ShuffleScheduler(FAE()) for _ in range(2))
-
-    for loss in (1.0, 0.5, 2.0):
-        one.observe(loss)
-        other.observe(number(loss))
-
-    assert json.dumps(other.state_dict()) == json.dumps(one.state_dict())

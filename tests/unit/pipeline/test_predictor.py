@@ -120,32 +120,6 @@ def test_it_learns_and_predicts_as_the_oracle_does(dtype):
     np.testing.assert_allclose(predictor.sums.dense, oracle.dense_sums, rtol=1e-3)
 
 
-def test_what_is_not_finite_is_passed_over():
-    part = one_hot_part(np.random.default_rng(0), 4, np.int64)[0]
-    dense = np.zeros((4, NUM_DENSE), np.float32)
-    dense[1, 0] = np.nan
-    labels = np.array([0, 0, np.nan, 1], np.float32)
-    predictor = Predictor(BITS, LR, NUM_DENSE)
-
-    predictor.learn(features_of([part], dense, 4, BITS), labels, np.ones(4, np.float32))
-
-    for array in (*predictor.weights, *predictor.sums):
-        assert np.isfinite(array).all()
-    assert (predictor.sums.dense > 1).sum() == 1  # the bias: other features are 0
-
-
-def test_it_learns_which_rows_have_label_1():
-    generator = np.random.default_rng(0)
-    predictor = Predictor(16, LR, 0)
-    for _ in range(30):
-        part, rows = one_hot_part(generator, 512, np.int64)
-        labels = np.array([row[0] % 2 for row in rows[0]], np.float32)
-        features = features_of([part], np.empty((512, 0), np.float32), 512, 16)
-        found = predictor.learn(features, labels, np.ones(512, np.float32))
-
-    assert ((found > 0.5) == labels).mean() > 0.95
-
-
 def test_a_row_has_another_weight_in_another_lookup():
     same = np.zeros(2 * 3, np.int64)
     part = part_of(2, same, None, 3)
@@ -154,13 +128,3 @@ def test_a_row_has_another_weight_in_another_lookup():
 
     assert len(set(features.slots.tolist())) == 4
     assert torch.equal(torch.from_numpy(features.bounds), torch.arange(0, 13, 4))
-
-
-def test_another_number_of_dense_features_is_refused():
-    part = one_hot_part(np.random.default_rng(0), 2, np.int64)[0]
-    features = features_of([part], np.zeros((2, 5), np.float32), 2, BITS)
-
-    with pytest.raises(ValueError, match="as many columns, got 5 after 3"):
-        predict(Weights(np.zeros(2**BITS, np.float32), np.zeros(4, np.float32)), features)
-    with pytest.raises(ValueError, match="as many columns, got 5 after 3"):
-        Predictor(BITS, LR, 3).learn(features, np.zeros(2, np.float32), np.ones(2, np.float32))
