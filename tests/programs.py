@@ -28,7 +28,10 @@ _OPTIMIZERS = {  # with the numbers of state for each number of a row
 }
 _WIDTH = 3  # of the output of each layer after a table
 _TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
-_WAYS = ("plain", "checkpoint", "without gradient", "dropped", "detached", "scaled in place")
+_WAYS = (
+    *("plain", "checkpoint", "reentrant", "saved on the CPU", "without gradient", "dropped"),
+    *("detached", "scaled in place", "relu in place", "hook"),
+)
 
 
 class Spec(NamedTuple):
@@ -102,6 +105,16 @@ class Model(nn.Module):
             module = self.tables[call.module]
             if call.way == "checkpoint":
                 found = checkpoint(module, *call.arguments, use_reentrant=False)
+            elif call.way == "reentrant":  # it wants an input that asks for a gradient
+                zero = torch.zeros((), requires_grad=True)
+                found = checkpoint(
+                    lambda zero, of=call, module=module: module(*of.arguments) + zero,
+                    zero,
+                    use_reentrant=True,
+                )
+            elif call.way == "saved on the CPU":
+                with torch.autograd.graph.save_on_cpu():
+                    found = module(*call.arguments) * 3
             else:
                 with torch.set_grad_enabled(
                     torch.is_grad_enabled() and call.way != "without gradient"
@@ -113,6 +126,10 @@ class Model(nn.Module):
                 found = found.detach()
             if call.way == "scaled in place":
                 found = found.mul_(2)
+            if call.way == "relu in place":
+                found = found.relu_()
+            if call.way == "hook" and found.requires_grad:
+                found.register_hook(lambda gradient: gradient * 0.5)
             loss = (
                 loss + self.layers[call.module](found).square().flatten(0, -2).mean() * call.factor
             )
@@ -220,6 +237,12 @@ def _go_back_twice(run, batches, draw):
     loss = run.model(batches[0])
     backward(loss, retain_graph=True)
     backward(loss)
+    run.step()
+
+
+def _go_back_to_the_layers(run, batches, draw):
+    run.zero_grad()
+    backward(run.model(batches[0]), inputs=list(run.model.layers.parameters()))
     run.step()
 
 
@@ -343,6 +366,7 @@ _THINGS = [
     *[_evaluate] * 3,
     _accumulate,
     _go_back_twice,
+    _go_back_to_the_layers,
     _save,
     _load,
     _copy,

@@ -136,20 +136,6 @@ def test_restore_keeps_what_was_set_on_the_replacements():
     assert set(vars(model.a)) == before
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_restore_leaves_collected_gradients_as_grad(sparse):
-    model, plain = (Holder(a=bag(sparse=sparse)) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    recsys.accelerate(model, optimizer=sgd(model), always=True)
-    for each in (model, plain):
-        each.a(INDICES, OFFSETS).square().sum().backward()
-
-    recsys.restore(model)
-
-    assert model.a.weight.grad.is_sparse == sparse
-    torch.testing.assert_close(model.a.weight.grad.to_dense(), plain.a.weight.grad.to_dense())
-
-
 @pytest.mark.parametrize("budget", [None, "4KiB"])
 def test_after_restore_the_optimizer_of_a_formula_still_has_the_state(budget):
     model = nn.Sequential(nn.EmbeddingBag(100, 8, mode="sum"))
@@ -162,19 +148,6 @@ def test_after_restore_the_optimizer_of_a_formula_still_has_the_state(budget):
     torch.testing.assert_close(optimizer.state_dict()["state"], expected)
     optimizer.zero_grad()
     optimizer.step()
-
-
-def test_a_restored_model_can_be_accelerated_again():
-    model = Holder(a=bag())
-    optimizer = sgd(model)
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    recsys.restore(model)
-
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    step(model, optimizer)
-
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
-    assert isinstance(model.a, HotColdEmbeddingBag)
 
 
 REFUSED = {
@@ -248,16 +221,6 @@ def test_beside_others_such_tables_are_left_as_they_are_and_reported(case):
     assert list(result.left_alone) == ["b"]
 
 
-def test_a_collection_without_tables_is_left_alone():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    model = Holder(a=bag(), b=torchrec.EmbeddingBagCollection(tables=[]))
-
-    with pytest.warns(UserWarning, match="b is not replaced"):
-        recsys.accelerate(model)
-
-    assert type(model.b) is torchrec.EmbeddingBagCollection
-
-
 def test_a_class_of_its_own_is_left_alone_and_named():
     class Special(nn.EmbeddingBag):
         pass
@@ -311,21 +274,6 @@ def test_a_frozen_table_need_not_be_in_the_optimizer():
 
     assert not torch.equal(model.a.weight, before)
     assert torch.equal(model.b.weight, frozen)
-
-
-def test_rows_that_lie_elsewhere_now_are_found_by_the_bag_that_has_them():
-    model = Holder(one=bag(), other=bag())
-    optimizer = sgd(model)
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    step(model, optimizer)
-    model.other.weight.data = torch.ones_like(model.other.weight)
-
-    first, moved = model.one(INDICES, OFFSETS), model.other(INDICES, OFFSETS)
-    (first.sum() + moved.sum()).backward()
-    optimizer.step()
-
-    assert torch.equal(moved, torch.tensor([[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]]))
-    assert torch.equal(model.other.weight[1], torch.tensor([0.5, 0.5]))
 
 
 def test_torchrecs_collections_are_exchanged_inside_torchrecs_models():
@@ -442,36 +390,3 @@ def test_a_part_of_what_was_accelerated_is_not_restored_alone():
     assert kinds(model)["first.bag"] == "HotColdEmbeddingBag"
     recsys.restore(model)
     assert kinds(model)["first.bag"] == kinds(model)["second.bag"] == "EmbeddingBag"
-
-
-def test_a_table_that_two_collections_share_binds_both_to_the_optimizer():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-
-    def collection(*names):
-        return torchrec.EmbeddingBagCollection(
-            [
-                torchrec.EmbeddingBagConfig(
-                    name=name, num_embeddings=5, embedding_dim=4, feature_names=[name]
-                )
-                for name in names
-            ]
-        )
-
-    model = Holder(first=collection("shared", "a"), second=collection("b", "shared"))
-    shared = model.first.embedding_bags["shared"].weight
-    model.second.embedding_bags["shared"].weight = shared
-    model.second.embedding_bags["b"].weight.requires_grad_(False)
-    moved = [shared, model.first.embedding_bags["a"].weight]
-
-    with pytest.raises(ValueError, match=r"second\.embedding_bags\.b': all tables of a"):
-        recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1), always=True)
-
-
-@pytest.mark.parametrize("tier", ["host", "file"])
-def test_two_parameters_on_one_memory_are_refused_with_a_budget(tier, tmp_path):
-    model = Holder(a=bag(500, 4), b=bag(500, 4))
-    model.b.weight.data = model.a.weight.data
-    options = {"cold_tier": "file", "cold_path": tmp_path} if tier == "file" else {}
-
-    with pytest.raises(ValueError, match="'a' and 'b'"):
-        recsys.accelerate(model, optimizer=sgd(model), budget="6KiB", **options)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings import SGD
 
 # Dynamo looks whether its inputs have a gradient, and hides what torch says to that.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -65,24 +64,6 @@ def test_a_compiled_step_trains_as_a_plain_one(budget):
         torch.testing.assert_close(found, expected)
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
     torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
-
-
-def test_a_compiled_step_whose_backward_updates_rows_trains_as_a_plain_one():
-    def backward(model, number):
-        model(ids(number)).backward()
-
-    torch.manual_seed(0)
-    first = Scores()
-    second = copy.deepcopy(first)
-    for model in (first, second):
-        recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=BUDGET // 2)
-    compiled = torch.compile(backward, backend="eager")
-
-    for number in range(4):
-        backward(first, number)
-        compiled(second, number)
-
-    assert torch.equal(second.items.weight, first.items.weight)
 
 
 def scores(model, vectors):
@@ -152,13 +133,3 @@ def test_compiled_code_saves_and_loads_the_newest_rows_and_state(act, budget):
         found.append(run(model, optimizer))
 
     torch.testing.assert_close(*found)
-
-
-def test_compiled_code_prefetches():
-    _, (model, optimizer) = runs(BUDGET)
-    train_step(model, optimizer, 0)
-
-    claim = torch.compile(lambda: model.items.prefetch(ids(1)), backend="eager")()
-
-    assert claim
-    train_step(model, optimizer, 1)

@@ -259,33 +259,29 @@ def test_a_module_whose_optimizer_has_no_formula_is_left_beside_one_whose_has():
     assert_equal(model, plain)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
-        self.embedding = nn.Embedding(20, 4)
-        self.embedding.weight = self.bag.weight
-
-    def forward(self, ids):
-        return (self.bag(ids) * self.embedding(ids).sum(1)).square().sum()
-
-
-def test_a_table_of_a_sparse_and_a_dense_module_is_a_dense_one():
-    model = Tied()
-    plain = copy.deepcopy(model)
-    with pytest.raises(ValueError, match="sparse must be True with RWSAdagrad"):
-        recsys.accelerate(model, optimizer=RWSAdagrad(model.parameters()), always=True)
-    ours, theirs = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (model, plain))
+@pytest.mark.parametrize(("first", "message"), [(0, "are left to torch"), (2, "has all rows")])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_penalty_of_a_whole_table_counts_and_is_reported_once(sparse, first, message):
+    model, plain = both(sparse=sparse)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     recsys.accelerate(model, optimizer=ours, always=True)
 
-    for _ in range(3):
-        for each, optimizer in ((model, ours), (plain, theirs)):
+    def train_with_penalty(model, optimizer):
+        for number in range(4):
             optimizer.zero_grad()
-            each(IDS).backward()
-            nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            model(IDS).backward()
+            if number >= first:
+                (model.users.weight.square().sum() * 0.01).backward()
             optimizer.step()
 
+    with pytest.warns(UserWarning, match="users.*" + message) as reported:
+        train_with_penalty(model, ours)
+    train_with_penalty(plain, theirs)
+
+    assert len(reported) == 1
     assert_equal(model, plain)
+    assert (type(model.users.weight) is nn.Parameter) == (first == 0)
+    assert type(model.goods.weight) is not nn.Parameter
 
 
 OWN = {
@@ -313,41 +309,6 @@ def test_a_module_with_more_than_its_class_gives_it_is_left_as_it_is(case):
     assert isinstance(model.users, HotColdEmbeddingBag)
 
 
-def test_a_gradient_may_be_changed_after_backward_as_a_hook_would_change_it():
-    model, plain = both()
-    hooked = [
-        each.register_hook(lambda grad: grad * 0.5)
-        for each in (plain.goods.weight, model.goods.weight)
-    ]
-    own, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    with pytest.warns(UserWarning, match=r"remove the hook .* change weight.grad between backward"):
-        recsys.accelerate(model, optimizer=own, always=True)
-    recsys.restore(model)
-    hooked[1].remove()
-    recsys.accelerate(model, optimizer=own, always=True)
-
-    for _ in range(3):
-        for each, optimizer in ((model, own), (plain, theirs)):
-            optimizer.zero_grad()
-            each(IDS).backward()
-            if each is model:
-                each.goods.weight.grad.mul_(0.5)
-            optimizer.step()
-
-    assert isinstance(model.goods, HotColdEmbedding)
-    assert_equal(model, plain)
-
-
-def test_what_somebody_has_put_into_a_module_is_there_afterwards():
-    model = Towers()
-    model.goods.scale = 3.0
-
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), always=True)
-
-    assert isinstance(model.goods, HotColdEmbedding)
-    assert model.goods.scale == 3.0
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_warning_that_is_an_error_comes_before_anything_is_exchanged():
     model = Towers()
@@ -359,51 +320,3 @@ def test_a_warning_that_is_an_error_comes_before_anything_is_exchanged():
     assert type(model.goods) is nn.Embedding
     assert type(model.goods.weight) is nn.Parameter
     assert not optimizer._optimizer_step_pre_hooks
-
-
-def test_an_error_behind_the_first_optimizer_leaves_nothing_changed(monkeypatch):
-    model = Towers()
-    optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.tables()]
-    real, calls = recsys.accelerate.__globals__["Attachment"], []
-
-    def attach(*arguments):
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError
-        return real(*arguments)
-
-    monkeypatch.setitem(recsys.accelerate.__globals__, "Attachment", attach)
-    with pytest.raises(MemoryError):
-        recsys.accelerate(model, optimizer=optimizers, always=True)
-
-    assert type(model.users) is nn.EmbeddingBag
-    assert type(model.users.weight) is nn.Parameter
-    assert not optimizers[0]._optimizer_step_pre_hooks
-    monkeypatch.undo()
-    recsys.accelerate(model, optimizer=optimizers, always=True)
-
-
-def test_a_frozen_table_that_the_optimizer_lacks_is_refused_with_a_way_out():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    tables = [
-        torchrec.EmbeddingBagConfig(
-            name=name, num_embeddings=9, embedding_dim=4, feature_names=[name]
-        )
-        for name in "ab"
-    ]
-    model = nn.ModuleList([torchrec.EmbeddingBagCollection(tables=tables)])
-    frozen = model[0].embedding_bags["b"].weight.requires_grad_(False)
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each is not frozen], lr=1)
-
-    with pytest.raises(ValueError, match=r"b': .* or none, .*add this one, too, .* requires_grad"):
-        recsys.accelerate(model, optimizer=optimizer, always=True)
-
-    optimizer.add_param_group({"params": [frozen]})
-    before = frozen.clone()
-    recsys.accelerate(model, optimizer=optimizer, always=True)
-    features = torchrec.KeyedJaggedTensor.from_lengths_sync(
-        ["a", "b"], torch.tensor([1, 2]), torch.tensor([1, 1])
-    )
-    model[0](features).values().sum().backward()
-    optimizer.step()
-    assert torch.equal(frozen, before)

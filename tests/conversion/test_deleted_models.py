@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings import Adagrad, HotColdEmbeddingBag
 
 
 class Model(nn.Module):
@@ -68,19 +67,6 @@ def test_a_table_kept_from_a_deleted_model_has_its_newest_rows(tier, collects, t
         assert torch.equal(weight.detach(), other.detach())
 
 
-def test_a_table_kept_from_a_deleted_module_has_its_newest_rows():
-    weights = []
-    for budget in (None, "8KiB"):
-        torch.manual_seed(0)
-        bag = HotColdEmbeddingBag(500, 4, mode="sum", optimizer=Adagrad(lr=0.1), budget=budget)
-        bag(torch.arange(60).view(-1, 2)).square().sum().backward()
-        weights.append(bag.weight)
-    del bag
-    gc.collect()
-
-    assert torch.equal(weights[0].detach(), weights[1].detach())
-
-
 @pytest.mark.parametrize("tier", ["host", "file"])
 @pytest.mark.parametrize("is_again", [False, True])
 def test_an_optimizer_trains_on_with_tables_of_a_deleted_model(tier, is_again, tmp_path):
@@ -107,13 +93,3 @@ def test_an_optimizer_trains_on_with_tables_of_a_deleted_model(tier, is_again, t
         ends.append([*(table.detach() for table in tables), *sums])
 
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
-
-
-@pytest.mark.parametrize("tier", ["host", "file"])
-def test_the_state_of_an_optimizer_is_whole_after_its_model_was_deleted(tier, tmp_path):
-    states = [
-        trained(each, tmp_path / "rows")[1].state_dict()["state"] for each in ("resident", tier)
-    ]
-
-    for number in (0, 1):
-        assert torch.equal(states[0][number]["sum"], states[1][number]["sum"])

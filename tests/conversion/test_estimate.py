@@ -207,66 +207,6 @@ def test_a_terabyte_is_estimated_without_its_memory():
     assert resident.fast_bytes == 2 * 10**9 * 128 * 4
 
 
-def test_a_torch_optimizer_may_have_param_groups_and_leave_tables_alone():
-    def make():
-        model = Bags()
-        rows = torch.optim.Adagrad(
-            [
-                {"params": [model.users.weight], "lr": 0.1},
-                {"params": [model.goods.weight], "lr": 0.2},
-            ]
-        )
-        return model, rows
-
-    model, rows = make()
-    told = recsys.estimate(model, "30KiB", optimizer=rows)
-    recsys.accelerate(model, optimizer=rows, budget="30KiB")
-    (model.users(torch.tensor([[1]])) + model.goods(torch.tensor([[1]]))).sum().backward()
-    rows.step()  # makes the state
-
-    assert told.num_tables == 2
-    assert len(groups_with_slots(model)) == 2
-    assert told.fast_bytes == fast_memory_of(model)
-    assert told.dense_bytes == 150 * 4 * 4 + 9 * 4
-
-
-def test_a_table_that_modules_share_counts_once():
-    model = Bags()
-    model.goods = nn.EmbeddingBag(700, 8, mode="mean", _weight=model.users.weight, sparse=True)
-    model.goods.weight = model.users.weight
-
-    told = recsys.estimate(model, "12KiB", optimizer=SGD(lr=0.1))
-    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget="12KiB")
-
-    assert (told.num_tables, told.num_rows) == (2, 850)
-    assert told.fast_bytes == fast_memory_of(model)
-
-
-def test_collections_of_torchrec_are_estimated_as_they_are_accelerated():
-    torchrec = pytest.importorskip("torchrec")
-    configs = [
-        torchrec.EmbeddingBagConfig(
-            name=name, num_embeddings=num_rows, embedding_dim=dim, feature_names=[name]
-        )
-        for name, (num_rows, dim) in SIZES.items()
-    ]
-    models = [
-        nn.ModuleDict(
-            {"ebc": torchrec.EmbeddingBagCollection(tables=configs, device=torch.device(device))}
-        )
-        for device in ("meta", "cpu")
-    ]
-
-    told = [recsys.estimate(model, "12KiB", optimizer=Adam(lr=0.1)) for model in models]
-    recsys.accelerate(models[1], optimizer=Adam(lr=0.1), budget="12KiB")
-    ids = torch.ones(3, dtype=torch.int64)
-    features = torchrec.KeyedJaggedTensor(list(SIZES), ids, lengths=ids)
-    models[1]["ebc"](features).values().sum().backward()  # makes the state
-
-    assert told[0] == told[1]
-    assert told[0].fast_bytes == fast_memory_of(models[1])
-
-
 def test_without_an_optimizer_no_state_is_counted_and_that_is_said():
     plain, ours = Bags(), HotColdEmbeddingBag(700, 8)
 

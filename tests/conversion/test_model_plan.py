@@ -144,19 +144,6 @@ def test_a_table_that_bags_share_is_planned_for_once_by_its_first_name():
     assert pinned_rows(model["tables"][1]) == [9]
 
 
-def test_a_frozen_table_that_nobody_moves_is_no_part_of_the_plan():
-    model = bags(9000, 100)
-    model["tables"][1].weight.requires_grad = False
-    optimizer = torch.optim.SGD([model["tables"][0].weight], lr=0.1)
-    profile = profile_of({"tables.0": [9]}, {"tables.0": 9000})
-    plan = planned(profile, room_for(9000, 9, 16), SGD(lr=0.1), **{"tables.0": 9000})
-
-    recsys.accelerate(model, optimizer=optimizer, plan=plan, always=True)
-
-    assert pinned_rows(model["tables"][0]) == [9]
-    assert model["tables"][1].groups() == []
-
-
 def collections(torchrec, *names):
     """Modules of a collection of two tables, alike but for the values."""
     return nn.ModuleDict(
@@ -185,24 +172,6 @@ def test_a_collections_tables_are_planned_for_by_their_own_names():
     recsys.accelerate(model, optimizer=SGD(lr=0.1), plan=plan)
 
     assert pinned_rows(model["sparse"]) == [9005]
-
-
-def test_tables_of_one_name_go_by_their_places():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    model = collections(torchrec, "left", "right")
-    places = [f"{side}.embedding_bags.t_{table}" for side in ("left", "right") for table in "ab"]
-    sizes = dict(zip(places, [9000, 200, 9000, 200], strict=True))
-    plan = planned(profile_of({places[3]: [5]}, sizes), room_for(18_400, 33, 16), **sizes)
-
-    with pytest.raises(ProfileError, match=r"'left\.embedding_bags\.t_a'"):
-        recsys.accelerate(
-            model,
-            optimizer=SGD(lr=0.1),
-            plan=planned(profile_of({}, {"t_a": 9000, "t_b": 200}), "1MiB", t_a=9000, t_b=200),
-        )
-    recsys.accelerate(model, optimizer=SGD(lr=0.1), plan=plan)
-
-    assert pinned_rows(model["right"]) == [18_205]
 
 
 SIZES = {"tables.0": 3000, "tables.1": 200}
@@ -246,13 +215,3 @@ def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(options, kind
         recsys.accelerate(model, **({"optimizer": SGD(lr=0.1)} | options()))
 
     assert {type(bag) for bag in model["tables"]} == {nn.EmbeddingBag}
-
-
-def test_a_plan_in_another_order_is_no_collections():
-    tables = [
-        TableConfig(name=name, num_embeddings=size, embedding_dim=4) for name, size in SIZES.items()
-    ]
-    plan = planned(profile(), "1MiB", **SIZES)
-
-    with pytest.raises(ProfileError, match=r"has \['tables.0', .*here are \['tables.1'"):
-        plan.of_tables(tables[::-1])

@@ -64,20 +64,6 @@ def test_what_pytorch_trains_faster_is_left_to_it(kind, model, optimizer, is_lef
     assert all((type(each) is kind) == is_left for each in model.tables)
 
 
-def test_the_report_names_the_modules_the_limit_and_the_argument_that_takes_them():
-    model = Tables(2)
-
-    result = recsys.accelerate(model, optimizer=sgd(model))
-
-    assert str(result).splitlines() == [
-        "left to PyTorch: tables.0, tables.1, because with SGD, steps are not shorter for fewer "
-        "than 24 tables with sparse=True, or 524,288 numbers in tables with sparse=False; "
-        "always=True takes them",
-        "gradients are left to the caller's optimizer",
-        "expect the same speed as before: recsys updates no rows here",
-    ]
-
-
 def test_tables_that_are_left_train_as_before_beside_tables_that_are_taken():
     torch.manual_seed(0)
     plain = nn.ModuleDict({"few": Tables(1), "many": Tables(2)})
@@ -154,12 +140,6 @@ def test_what_asks_for_recsys_takes_every_table(arguments):
     result = recsys.accelerate(model, **({"optimizer": optimizer} | arguments))
 
     assert len(result.replacements) == 1
-
-
-def test_without_an_optimizer_nothing_is_left_on_the_cpu():
-    model = Tables(1)
-
-    assert len(recsys.accelerate(model).replacements) == 1
 
 
 @pytest.mark.gpu
