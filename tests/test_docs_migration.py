@@ -11,7 +11,7 @@ import recsys
 from recsys.cli.options import build_parser
 from recsys.config import load_config, walk_keys
 from recsys.datasets import Store
-from recsys.datasets.splits import classic_splits
+from recsys.datasets.store_writer import classic_splits
 
 
 @pytest.fixture

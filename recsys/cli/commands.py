@@ -28,7 +28,6 @@ from recsys._support.sizes import counted, format_bytes, parse_bytes
 from recsys._support.user_warnings import plain_warnings
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, read_tree
 from recsys.datasets.store_writer import is_store, read_meta
-from recsys.datasets.tabular.read import find_files, import_pyarrow
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.run_files.run_folder import RunFolder, write_json
 
@@ -147,9 +146,6 @@ def _require_model(run: str) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    find_files(options.files)
-    import_pyarrow()
-
     from recsys.datasets.tabular.inspect import inspect_table
 
     draft = inspect_table(
@@ -184,9 +180,10 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _prepare_table(options: argparse.Namespace) -> None:
-    find_files(options.files)
-
+    from recsys.datasets.tabular.read import find_files
     from recsys.datasets.tabular.schema import find_schema
+
+    find_files(options.files)
 
     schema = None if options.schema is None else find_schema(options.schema)
     if options.like is not None:
@@ -287,6 +284,8 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     _require_model(options.run)
     if not (len(options.data) == 1 and is_store(Path(options.data[0]))):
+        from recsys.datasets.tabular.read import find_files
+
         find_files(options.data)
 
     from recsys._support.machine import tune_allocator

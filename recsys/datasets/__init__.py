@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
     from recsys.datasets.loader import BatchLoader
     from recsys.datasets.store import Store
-    from recsys.datasets.synthetic.samples import SyntheticCriteo
+    from recsys.datasets.synthetic import SyntheticCriteo
     from recsys.datasets.tabular.prepare import prepare_table, write_store
     from recsys.datasets.tabular.schema import Schema
 
@@ -33,7 +33,7 @@ if not TYPE_CHECKING:
             "SampleSource": ".batch",
             "Schema": "tabular.schema",
             "Store": "store",
-            "SyntheticCriteo": "synthetic.samples",
+            "SyntheticCriteo": "synthetic",
             "prepare_criteo_1tb": "criteo",
             "prepare_criteo_kaggle": "criteo",
             "prepare_table": "tabular.prepare",

@@ -48,13 +48,12 @@ import numpy as np
 from tqdm import tqdm
 
 from recsys._support.files import as_argument, listed_files, require_files
-from recsys._support.hashing import GOLDEN
 from recsys._support.jit import inlined_part, kernel
 from recsys._support.machine import num_cores
 from recsys._support.untrusted import is_whole
 from recsys.datasets.loader import one_ahead
-from recsys.datasets.splits import classic_splits
-from recsys.datasets.store_writer import StoreWriter
+from recsys.datasets.numbering import Numbers
+from recsys.datasets.store_writer import StoreWriter, classic_splits
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(NUM_CATEGORIES))
 # A block takes 50 ms to process, much longer than handing it from thread to thread. A few blocks
 # are small compared with the hash tables of ids. Longer lines are refused.
 BLOCK_BYTES = 16 * 2**20
-_MAX_LOAD = 0.7
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ def _prepare(
 ) -> PrepareReport:
     require_files("raw", paths)
     num_threads = num_threads or num_cores()
-    columns = [RowNumbers() for _ in range(NUM_CATEGORIES)]
+    columns = [Numbers(name, np.uint32) for name in CATEGORY_NAMES]
     progress: tqdm[None] = tqdm(
         total=sum(path.stat().st_size for path in paths),
         desc="prepare",
@@ -202,7 +200,7 @@ def _prepare(
     ):
         reader = _Reader(writer, columns, modulus, progress, pool, num_threads)
         sources = [reader.read(path) for path in paths]
-        ids = [column.ids_by_row() for column in columns]
+        ids = [column.known for column in columns]
         sizes = [source["num_samples"] for source in sources]
         writer.finish(
             dense_names=INTEGER_NAMES,
@@ -224,7 +222,7 @@ class _Reader:
     """
 
     writer: StoreWriter
-    columns: Sequence[RowNumbers]
+    columns: Sequence[Numbers]
     modulus: int | None
     progress: tqdm[None]
     pool: ThreadPoolExecutor
@@ -276,7 +274,7 @@ class _Reader:
                 ids = part.categories[column]
                 if self.modulus is not None and self.modulus < 2**32:  # ids have 32 bits
                     ids %= np.uint32(self.modulus)
-                self.columns[column].number(ids)
+                ids[:] = self.columns[column].number_array(ids).view(np.uint32)
 
         list(self.pool.map(number, range(NUM_CATEGORIES)))
 
@@ -354,60 +352,6 @@ def _not_criteo(file: Path) -> str:
         f"another table, such as a CSV file, take `recsys inspect {name} > schema.toml` and "
         f"`recsys prepare table {name} --schema schema.toml --out STORE`"
     )
-
-
-class RowNumbers:
-    """Numbers the distinct ids of a column 0, 1, 2, ... by first appearance. Not thread-safe.
-
-    A hash table with open addressing in one array of 64-bit entries, id << 32 | row + 1, or 0 where
-    it is free: a lookup that misses the caches waits for memory once. The table doubles when it is
-    70 % full, so it takes 11 to 23 bytes per id.
-    """
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self._entries = np.zeros(1 << 12, np.uint64)
-
-    def number(self, ids: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Replace ids by rows, in place; new ids get the next numbers, in order.
-
-        Shape:
-            ids (n,) contiguous; result: the same memory, as int32.
-        """
-        while len(self._entries) * _MAX_LOAD < self.num_rows + len(ids):
-            known = self.ids_by_row()
-            self._entries = np.zeros(2 * len(self._entries), np.uint64)
-            _number_kernel(known, known.view(np.int32), self._entries, 0)
-        rows = ids.view(np.int32)
-        self.num_rows = _number_kernel(ids, rows, self._entries, self.num_rows)
-        return rows
-
-    def ids_by_row(self) -> NDArray[np.uint32]:
-        """The id of every row, (num_rows,)."""
-        entries = self._entries[self._entries != 0]
-        ids = np.empty(self.num_rows, np.uint32)
-        ids[(entries & np.uint64(0xFFFFFFFF)).astype(np.int64) - 1] = entries >> np.uint64(32)
-        return ids
-
-
-@kernel
-def _number_kernel(
-    ids: NDArray[np.uint32], rows: NDArray[np.int32], entries: NDArray[np.uint64], num_rows: int
-) -> int:
-    mask = np.uint64(len(entries) - 1)
-    for position in range(len(ids)):
-        key = np.uint64(ids[position])
-        slot = (key * GOLDEN) >> np.uint64(32) & mask  # Fibonacci hashing
-        entry = entries[slot]
-        while entry != 0 and (entry >> np.uint64(32)) != key:
-            slot = (slot + np.uint64(1)) & mask
-            entry = entries[slot]
-        if entry == 0:
-            num_rows += 1
-            entry = (key << np.uint64(32)) | np.uint64(num_rows)
-            entries[slot] = entry
-        rows[position] = np.int32(entry & np.uint64(0xFFFFFFFF)) - 1
-    return num_rows
 
 
 class ParsedLines(NamedTuple):

@@ -26,7 +26,7 @@ import torch
 from recsys._support.machine import num_cores
 from recsys._support.states import require_same, require_state
 from recsys._support.untrusted import is_whole
-from recsys.datasets.splits import SPLITS
+from recsys.datasets.store_writer import SPLITS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:

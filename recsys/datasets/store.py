@@ -52,8 +52,7 @@ import torch
 
 from recsys._support.jit import kernel
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.splits import SPLITS
-from recsys.datasets.store_writer import features_of, read_meta
+from recsys.datasets.store_writer import SPLITS, features_of, read_meta
 from recsys.errors import StoreError
 
 if TYPE_CHECKING:
@@ -61,11 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Store"]
 
-_IDS_END = 2**32
 _CHECKED_AT_ONCE = 1 << 20
-# Entries of meta.json and arrays that only some stores have, and that decide what samples hold.
-_DECIDING = ("features", "schema", "ranking", "encoding", "labels")
-_DECIDING_ARRAYS = ("bag_values", "weights", "groups", "times", "catalog")
 _DESCRIBED = (
     "convention",
     "max_ind_range",
@@ -75,6 +70,7 @@ _DESCRIBED = (
     "encoding",
     "labels",
     "dense_names",
+    "features",
     "unknown",
     "findings",
 )
@@ -188,27 +184,15 @@ class Store:
     @property
     def fingerprint(self) -> str:
         """Equal for stores with equal samples: same raw bytes, convention, tables and splits."""
+        told = {"sources", "unknown", "findings"}
+        about = {key: value for key, value in self.meta.items() if key not in told}
         hashes = [source["sha256"] for source in self.meta["sources"]]
-        bound = self.meta.get("max_ind_range")
-        # A bound above all ids changes no id.
-        bounds = [] if bound is None or bound >= _IDS_END else [f"max_ind_range={bound}"]
-        tables = ",".join(f"{name}:{size}" for name, size in self.table_sizes.items())
-        splits = ",".join(f"{name}:{part.start}-{part.stop}" for name, part in self.splits.items())
-        head = [self.meta["convention"], *bounds, str(self.num_samples), tables, splits]
-        about = {key: self.meta[key] for key in _DECIDING if key in self.meta}
-        arrays = [name for name in self.meta["dtypes"] if name in _DECIDING_ARRAYS]
-        if about or arrays:
-            text = json.dumps([about, arrays], sort_keys=True)
-            head.append(f"schema:{hashlib.sha256(text.encode()).hexdigest()}")
-        return " ".join([*head, *hashes])
+        return hashlib.sha256(json.dumps([about, hashes]).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
         """The entry for this data in a run record."""
         kept = {key: self.meta[key] for key in _DESCRIBED if key in self.meta}
-        found = {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
-        if "features" in self.meta:
-            found["features"] = [feature._asdict() for feature in self.features]
-        return found
+        return {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
 
     def _read_ids(self, samples: NDArray[np.int64], rows_FB: NDArray[np.int64]) -> JaggedIds:
         """The rows that samples look up, feature by feature; those given if there are no bags."""

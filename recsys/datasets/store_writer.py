@@ -1,5 +1,7 @@
 """The format of a prepared store, which `recsys.datasets.store` describes, and its writer.
 
+A source is a fixed sequence of samples, and a split is a range of sample numbers.
+
 A feature of kind "one" looks up exactly one row for each sample. A feature of kind "multi" or
 "sequence" looks up a bag of any number of rows; the rows of a sequence are in the order of time.
 """
@@ -7,10 +9,7 @@ A feature of kind "one" looks up exactly one row for each sample. A feature of k
 from __future__ import annotations
 
 import json
-import re
-import secrets
 import shutil
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -27,8 +26,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Feature", "StoreWriter", "features_of", "is_store", "read_meta"]
+__all__ = [
+    "SPLITS",
+    "Feature",
+    "StoreWriter",
+    "classic_splits",
+    "features_of",
+    "is_store",
+    "read_meta",
+]
 
+SPLITS = ("train", "test", "validation")
 KINDS = ("one", "multi", "sequence")
 # The dtype of dense.bin, by the transform that is applied when a batch is read.
 _DENSE_DTYPES = {"log(x+1)": "<i4", "none": "<f4"}
@@ -44,6 +52,26 @@ _DTYPES = {
     "catalog": "<i4",
     "ids": "<u4",
 }
+
+
+def classic_splits(num_samples: int, num_held_out: int | None = None) -> dict[str, range]:
+    """Split samples as facebookresearch/dlrm does: the first part trains, the last is halved.
+
+    The first half of the last part (rounded up) is the test part, the second half the validation
+    part.
+
+    Args:
+        num_samples: Samples in all.
+        num_held_out: Samples of the last part, such as the last day of several; by default a
+            seventh, as of the Kaggle data.
+    """
+    train_end = num_samples - (num_samples // 7 if num_held_out is None else num_held_out)
+    test_end = train_end + (num_samples - train_end + 1) // 2
+    return {
+        "train": range(train_end),
+        "test": range(train_end, test_end),
+        "validation": range(test_end, num_samples),
+    }
 
 
 class Feature(NamedTuple):
@@ -133,7 +161,8 @@ class StoreWriter:
     """Writes a new store; use it as a context manager.
 
     Nothing appears under `path` before `finish`. If the context ends without `finish`, the written
-    files are removed. A killed process leaves them, and the next writer of the same store warns.
+    files are removed. A killed process leaves them, and the next writer of the same store names the
+    folder that is to be removed.
 
     Args:
         path: The store's folder, which must not exist.
@@ -150,7 +179,7 @@ class StoreWriter:
         num_samples: Samples appended so far.
 
     Raises:
-        AlreadyExists: `path` exists.
+        AlreadyExists: `path` exists, or another writer of the store is at work or was killed.
     """
 
     def __init__(
@@ -172,9 +201,14 @@ class StoreWriter:
         self._dtypes = _dtypes(dense_transform, features or (), has)
         if is_taken(self.path):
             raise AlreadyExists(f"{describe_taken(self.path)}; choose another folder for the store")
-        self.folder = self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
-        _warn_of_left_folders(self.path)
-        self.folder.mkdir(parents=True)
+        self.folder = self.path.parent / f".{self.path.name}.partial"
+        try:
+            self.folder.mkdir(parents=True)
+        except FileExistsError:
+            raise AlreadyExists(
+                f"{self.folder} exists already: a preparation of this store is at work, or was "
+                f"killed; if none is at work: rm -r {as_argument(self.folder)}"
+            ) from None
         self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in self._dtypes}
         self._num_bag_values = 0
         self.num_samples = 0
@@ -245,9 +279,6 @@ class StoreWriter:
             catalog: For each row of the table of ranking's item, the rows that ranking's
                 item_features look up, (E, C).
             findings: Given the folder of the complete store, returns what meta.json says of it.
-
-        Raises:
-            AlreadyExists: `path` was created by another program meanwhile.
         """
         if ids is not None:
             table_sizes = {name: len(rows) for name, rows in ids.items()}
@@ -281,15 +312,7 @@ class StoreWriter:
             file_of_meta.write_text(json.dumps(meta | {"findings": found}, indent=2) + "\n")
         for path in (*self.folder.rglob("*"), self.folder):
             flush_to_disk(path)
-        try:
-            self.folder.rename(self.path)
-        except OSError as error:
-            if self.path.exists():
-                raise AlreadyExists(
-                    f"store {self.path} was created by another program meanwhile; choose another "
-                    "folder"
-                ) from error
-            raise
+        self.folder.rename(self.path)
         flush_to_disk(self.path.parent)
         return self.path
 
@@ -306,20 +329,3 @@ class StoreWriter:
             with suppress(OSError):  # closing flushes, which fails again on a full disk
                 file.close()
         shutil.rmtree(self.folder, ignore_errors=True)  # does not exist after `finish`
-
-
-def _warn_of_left_folders(path: Path) -> None:
-    """Warn of the folders that other writers of a store have made and not removed.
-
-    They stay: not every file system tells whether the writer is still at work.
-    """
-    name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{8}")
-    with suppress(FileNotFoundError, PermissionError):  # a parent that may not be read
-        left = sorted(found for found in path.parent.iterdir() if name.fullmatch(found.name))
-        if left:
-            folders = " ".join(map(as_argument, left))
-            warnings.warn(
-                f"{path}: a preparation of this store was killed, or is still at work, and left "
-                f"{folders}; if none is at work: rm -r {folders}",
-                stacklevel=4,
-            )

@@ -26,7 +26,6 @@ from recsys.datasets.loader import num_read_ahead, one_ahead, read_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.store_writer import is_store
 from recsys.datasets.tabular.encode import Encoder
-from recsys.datasets.tabular.read import import_pyarrow
 from recsys.datasets.tabular.schema import NO_LABEL
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
@@ -96,7 +95,6 @@ def predict_run(
             no finite score.
         FileNotFoundError: a file does not exist.
         IdOutOfRange: a row is not one of its table.
-        MissingDependency: pyarrow is not installed.
         StoreError: the store is damaged, or files are given and the run's store was not made from a
             table.
     """
@@ -107,7 +105,6 @@ def predict_run(
         raise ConfigError(f"predictions are a Parquet file; give a name in .parquet, got {out}")
     require_place(out)
     require_new(out)
-    import_pyarrow()
     from_store = len(data) == 1 and is_store(Path(data[0]))
     if from_store and store is not None:
         raise ConfigError(f"--store is for files, and {data[0]} is a store; leave --store out")

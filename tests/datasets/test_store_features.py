@@ -8,9 +8,8 @@ import torch
 
 from recsys.batch import JaggedIds
 from recsys.cli import main
-from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
-from recsys.datasets.store_writer import Feature, StoreWriter
+from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from recsys.errors import StoreError
 
 FEATURES = (

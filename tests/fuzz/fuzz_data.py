@@ -19,8 +19,7 @@ from fuzz_mutations import (
 
 from recsys.datasets import Store
 from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
-from recsys.datasets.splits import classic_splits
-from recsys.datasets.store_writer import Feature, StoreWriter
+from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from recsys.embeddings import PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ProfileError

@@ -111,24 +111,6 @@ REFUSALS = [
             ]
         )
     ],
-    *[
-        (
-            f"frames with {column} of two types",
-            lambda folder, column=column, more=more, first=first, second=second: write(
-                folder,
-                FRAME[:2].assign(**{column: first}),
-                FRAME[:2].assign(**{column: second}),
-                **more,
-            ),
-            DatasetFormatError,
-            f"frame 1, row{place}",
-        )
-        for column, more, first, second, place in (
-            ("site", {}, ["007", "b"], [7, 8], ""),
-            ("site", {}, [7, 8], ["007", "b"], ""),
-            ("site", {}, [7, 8], [True, False], ""),
-        )
-    ],
     (
         "no row of training",
         lambda folder: write(
@@ -196,8 +178,6 @@ REFUSALS = [
                 ("0.arrow", lambda store: (store / "vocabulary" / "0.arrow").write_bytes(b"x")),
                 ("values", lambda store: swap(store, "0", "1")),
                 ("0.arrow", lambda store: swap(store, "0", "2")),
-                ("dense_rules", lambda store: edit(store, dense_rules=[])),
-                ("schema", lambda store: edit(store, schema={"label": 3})),
                 ("schema", lambda store: edit(store, schema=None)),
             ]
         )

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
-from recsys.datasets.store_writer import Feature, StoreWriter
+from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from recsys.errors import AlreadyExists, StoreError
 
 TAGS = Feature("tags", "tag", "multi")

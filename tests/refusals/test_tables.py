@@ -106,7 +106,7 @@ REFUSALS = [
     ("cut", functools.partial(read_bytes, data=WHOLE[:5000], name="b.csv.gz"), "b.csv.gz"),
     ("no gzip", functools.partial(read_bytes, data=b"y,c\n", name="b.csv.gz"), "b.csv.gz"),
     ("no UTF-8", functools.partial(read_bytes, data=b"y,c\n1,x\n1,\xff\n"), "column 'c'"),
-    ("names", functools.partial(read_bytes, data=b"y,c,\xff\n1,x,1\n"), "a.csv, line 1"),
+    ("names", functools.partial(read_bytes, data=b"y,c,\xff\n1,x,1\n"), "UTF-8"),
     ("no Parquet", functools.partial(read_bytes, data=b"PAR1 no", name="a.parquet"), "a.parquet"),
     ("names of Parquet", damaged_names, "a.parquet"),
     ("another column", lines("1,x", header="y,cc"), "column 'c'"),

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.splits import classic_splits
-from recsys.datasets.store_writer import Feature, StoreWriter
+from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from tests.train.resumed_runs import stop_at  # noqa: F401
 
 FEATURES = (

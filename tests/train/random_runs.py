@@ -6,8 +6,7 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
-from recsys.datasets.splits import classic_splits
-from recsys.datasets.store_writer import Feature
+from recsys.datasets.store_writer import Feature, classic_splits
 
 _USER, _ITEM = Feature("user", "user"), Feature("item", "item")
 _TAGS, _HISTORY = Feature("tags", "tag", "multi"), Feature("history", "item", "sequence")

@@ -9,7 +9,7 @@ from recsys.cli import main
 from recsys.config import EvalConfig, load_config, replace
 from recsys.datasets import write_store as write_store_of_frame
 from recsys.datasets.store import Store
-from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.errors import TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.report import format_run, write_report

@@ -10,7 +10,7 @@ from torch.nn import functional
 from recsys.batch import feature_tables, features_by_table, has_bags
 from recsys.cli import main
 from recsys.datasets.store import Store
-from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall
 from recsys.train.evaluate import evaluate_run

@@ -18,8 +18,6 @@ Empty text and nan are missing. Booleans are integers, 1 for true. They are no t
 files write them in several ways; only the column of the split and conditions take them as true and
 false. Decimals of whole numbers, as databases write ids, are integers. Files and frames both pass
 through `conform`, so the same values give the same batch.
-
-This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
 """
 
 from __future__ import annotations

@@ -23,17 +23,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from pydantic import TypeAdapter
 
 from recsys._support.files import as_argument
 from recsys._support.machine import num_cores
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.tabular.numbering import (
+from recsys.datasets.numbering import (
     MISSING,
     HashedRows,
     Numbers,
-    new_numbers,
     read_vocabulary,
     vocabulary_file,
 )
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from recsys.datasets.store import Store
@@ -71,6 +70,7 @@ __all__ = [
     "StoreRows",
     "TableRows",
     "encoding_of",
+    "new_numbers",
     "places_of",
     "read_rules",
     "read_schema",
@@ -193,8 +193,6 @@ class RowEncoder:
         return encoded
 
     def _number(self, values: pa.Array, numbers: Numbers | HashedRows) -> NDArray[np.int32]:
-        import pyarrow as pa
-
         if isinstance(values, pa.DictionaryArray):  # each text is numbered once
             texts = pa.concat_arrays([values.dictionary, pa.nulls(1, pa.string())])
             places: NDArray[Any] = values.indices.fill_null(len(texts) - 1).to_numpy()
@@ -203,18 +201,16 @@ class RowEncoder:
 
     def _group(self, column: pa.Array) -> NDArray[np.int32]:
         """Numbers of groups: of integers if the first batch has integers, else of texts."""
-        import pyarrow as pa
-
         if self.groups is None:
-            self.groups = Numbers("group", is_integer=pa.types.is_integer(column.type))
+            self.groups = Numbers(
+                "group", np.int64 if pa.types.is_integer(column.type) else np.uint8
+            )
         kind = pa.int64() if self.groups.is_integer else pa.string()
         return self.groups.number(column.cast(kind))
 
 
 def _bags(found: NDArray[np.int32], lists: pa.Array, rules: MultiColumn) -> Bags:
     """The bags of a column of lists, cut to `max_length`."""
-    import pyarrow.compute as pc
-
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(False)
     lengths = lengths.astype(np.int32, copy=False)
     if not rules.max_length:
@@ -486,23 +482,24 @@ class Encoder:
         return self._maker.make(self._encoder.encode(batch), {})
 
 
+def new_numbers(table: Table) -> Numbers | HashedRows:
+    """An empty numbering for a table."""
+    if table.rules.numbering == "hash":
+        return HashedRows(table.rules.num_rows)
+    return Numbers(table.name, np.int64 if table.rules.values == "integer" else np.uint8)
+
+
 def read_schema(store: Store) -> Schema:
     """The schema of a store, from its `meta.json`.
 
     Raises:
-        StoreError: the store was not made from a table, or is damaged.
+        StoreError: the store was not made from a table.
     """
     if "schema" not in store.meta:
         raise StoreError(
             f"store {store.path} has no schema; name one that `recsys prepare table` made"
         )
-    try:
-        schema = Schema.from_dict(store.meta["schema"])
-    except ConfigError as error:
-        raise _damaged(store, f"schema: {error}") from error
-    if [table.name for table in schema.tables] != list(store.table_sizes):
-        raise _damaged(store, "num_embeddings and schema name different tables")
-    return schema
+    return Schema.from_dict(store.meta["schema"])
 
 
 def read_rules(store: Store) -> tuple[dict[str, Numbers | HashedRows], RowMaker]:
@@ -512,7 +509,7 @@ def read_rules(store: Store) -> tuple[dict[str, Numbers | HashedRows], RowMaker]
         The numbering of each table, filled with its vocabulary; and what makes rows of numbers.
 
     Raises:
-        StoreError: the store was not made from a table, or is damaged.
+        StoreError: the store was not made from a table, or a vocabulary is damaged.
     """
     schema = read_schema(store)
     numbers = {table.name: new_numbers(table) for table in schema.tables}
@@ -525,11 +522,8 @@ def read_rules(store: Store) -> tuple[dict[str, Numbers | HashedRows], RowMaker]
             row_of = np.zeros(values.num_values + 2, np.int32)
             row_of[:-2] = np.arange(table.first_row, size)
         tables[table.name] = TableRows(size, row_of)
-    try:
-        rules = TypeAdapter(list[DenseRule]).validate_python(store.meta["dense_rules"])
-        dense = dict(zip(schema.dense, rules, strict=True))
-    except (KeyError, ValueError) as error:
-        raise _damaged(store, f"dense_rules: {error}") from error
+    rules = (DenseRule(**rule) for rule in store.meta["dense_rules"])
+    dense = dict(zip(schema.dense, rules, strict=True))
     return numbers, RowMaker(schema, tables, dense)
 
 
@@ -553,7 +547,3 @@ def encoding_of(schema: Schema, dense: Mapping[str, DenseRule], folder: Path) ->
             with vocabulary_file(folder, number).open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def _damaged(store: Store, reason: str) -> StoreError:
-    return StoreError(f"{store.path / 'meta.json'}: {reason}; prepare the store again")

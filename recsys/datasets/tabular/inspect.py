@@ -1,7 +1,4 @@
-"""Drafts a schema from rows of all parts of a table, for a person to edit.
-
-This module needs pyarrow, so others import it in functions, after `import_pyarrow`.
-"""
+"""Drafts a schema from rows of all parts of a table, for a person to edit."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import warnings
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -25,9 +25,14 @@ from tqdm import tqdm
 from recsys._support.files import describe_taken, is_taken
 from recsys.datasets.checks import findings_of
 from recsys.datasets.loader import one_ahead
-from recsys.datasets.splits import SPLITS
+from recsys.datasets.numbering import (
+    Numbers,
+    ValueCounts,
+    vocabulary_file,
+    write_vocabulary,
+)
 from recsys.datasets.store import Store
-from recsys.datasets.store_writer import StoreWriter
+from recsys.datasets.store_writer import SPLITS, StoreWriter
 from recsys.datasets.tabular.encode import (
     Bags,
     DenseRule,
@@ -36,19 +41,13 @@ from recsys.datasets.tabular.encode import (
     RowMaker,
     TableRows,
     encoding_of,
+    new_numbers,
     read_rules,
     read_schema,
     woven,
 )
 from recsys.datasets.tabular.negatives import NO_ITEM, Sampler, belongs_to_items, numbers_of
-from recsys.datasets.tabular.numbering import (
-    Numbers,
-    ValueCounts,
-    new_numbers,
-    vocabulary_file,
-    write_vocabulary,
-)
-from recsys.datasets.tabular.read import Frames, TableFiles, import_pyarrow
+from recsys.datasets.tabular.read import Frames, TableFiles
 from recsys.datasets.tabular.schema import ALL_FOR_TEST, PART, Schema, find_schema
 from recsys.datasets.tabular.split import TRAIN, Spool, SpooledRows
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
@@ -60,8 +59,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
+    from recsys.datasets.numbering import HashedRows
     from recsys.datasets.tabular.encode import StoreRows
-    from recsys.datasets.tabular.numbering import HashedRows
     from recsys.datasets.tabular.schema import Negatives
 
 __all__ = ["TableReport", "prepare_table", "write_store"]
@@ -132,7 +131,6 @@ def prepare_table(
         DatasetFormatError: a file breaks its format or the schema, there is no row, or none for
             training.
         FileNotFoundError: a file does not exist.
-        MissingDependency: pyarrow is not installed.
         StoreError: `like` is no store that was made from a table, or is damaged.
     """
     schema, known = _open_schema(schema, like, split=split)
@@ -169,11 +167,9 @@ def write_store(
         ConfigError: not exactly one of `schema` and `like` is given, `split` is given without
             `like`, the schema cannot be read, or it has no column for an embedding table.
         DatasetFormatError: the rows break the schema, there is no row, or none for training.
-        MissingDependency: pyarrow is not installed.
         TypeError: `schema` is of another type, or a frame is none.
         StoreError: `like` is no store that was made from a table, or is damaged.
     """
-    import_pyarrow()
     if isinstance(schema, str | Path):
         schema = find_schema(str(schema))
     if schema is not None and not isinstance(schema, Schema):
@@ -199,9 +195,8 @@ def _open_schema(
             "a store needs either a schema or a store to be like, and split is for the latter, as "
             "a schema says by itself how rows are divided; give one"
         )
-    if schema is not None:
-        return schema, None
-    assert like is not None
+    if like is None:
+        return cast("Schema", schema), None
     known = Store(like)
     schema = read_schema(known)
     return schema if split else schema.model_copy(update={"split": ALL_FOR_TEST}), known

@@ -3,8 +3,6 @@
 `TableFiles` reads a list of files, `Frames` frames of pandas or pyarrow. A path with `://` is a
 URL, which fsspec opens. Arrow parses what is read; its errors are raised again with the file, the
 line or the row group, and the column.
-
-pyarrow is imported in functions, so that a command can check its paths before.
 """
 
 from __future__ import annotations
@@ -17,22 +15,25 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable
-from contextlib import closing, contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import csv as arrow_csv
+from pyarrow import parquet
 
 from recsys._support.files import listed_files, require_files
+from recsys.datasets.tabular.convert import conform, plain
 from recsys.errors import ConfigError, DatasetFormatError, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     import pandas as pd
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from recsys.datasets.tabular.schema import Schema
@@ -43,7 +44,6 @@ __all__ = [
     "TableFiles",
     "TextFile",
     "find_files",
-    "import_pyarrow",
     "open_table",
 ]
 
@@ -62,7 +62,7 @@ _QUOTES_HINT = (
     'the schema (recsys inspect: --quote "")'
 )
 _HINTS = (  # for what Arrow says of a text file
-    ("UTF8", _UTF8_HINT),
+    ("UTF8|utf-8", _UTF8_HINT),
     (
         r"int64: invalid value '[+-]?[0-9]+\.0'",
         "pandas writes integers of a column with missing values so; convert the column by "
@@ -83,8 +83,7 @@ def find_files(paths: Sequence[str | Path]) -> list[str]:
 
     Raises:
         FileNotFoundError: a path does not exist, or a folder or pattern leads to no table.
-        ConfigError: `paths` is no list, or empty, or two paths lead to the same file, or to one and
-            its compressed copy.
+        ConfigError: `paths` is no list, or empty, or two paths lead to the same file.
         MissingDependency: a URL needs fsspec, or a package for its kind of URL.
     """
     listed_files("files", paths)
@@ -113,31 +112,7 @@ def find_files(paths: Sequence[str | Path]) -> list[str]:
             )
         files += found
     require_files("table", [Path(file) for file in files if "://" not in file])
-    seen: dict[Path, str] = {}
-    for file in files:
-        plain = Path(file).absolute()
-        plain = plain.with_suffix("") if "." in _kind_of(file) else plain
-        if seen.setdefault(plain, file) is not file:
-            raise ConfigError(
-                f"{file} and {seen[plain]} must be two tables, but one is named like a compressed "
-                "copy of the other; leave one out, or rename it"
-            )
     return files
-
-
-def import_pyarrow() -> Any:
-    """The package pyarrow.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise MissingDependency(
-            "tables need pyarrow, which is not installed; pip install pyarrow"
-        ) from error
-    return pyarrow
 
 
 class TableFiles:
@@ -159,7 +134,6 @@ class TableFiles:
         FileNotFoundError: a file does not exist, or a folder has no table in it.
         ConfigError: a file is named twice, or its name does not say what kind of file it is.
         DatasetFormatError: a file has no column that the schema names.
-        MissingDependency: pyarrow is not installed.
     """
 
     def __init__(
@@ -170,7 +144,6 @@ class TableFiles:
         optional: Collection[str] = (),
         with_hash: bool = True,
     ) -> None:
-        import_pyarrow()
         self.schema = schema
         self.sources: list[dict[str, Any]] = []
         self._optional = frozenset(optional)
@@ -208,8 +181,6 @@ class TableFiles:
             DatasetFormatError: a file breaks its format, or the schema. The message names file and
                 line or row group, column, rule, value and hint.
         """
-        from recsys.datasets.tabular.convert import conform
-
         self.sources, self._num_read = [], 0
         for file in self._files:
             digest, before = hashlib.sha256() if self._with_hash else None, self._num_read
@@ -251,8 +222,6 @@ class Frames:
         self._frames: Iterable[Any] = [frames] if is_one else frames
         self._schema = schema
         self._digest, self._num_rows = hashlib.sha256(), 0
-        texts = [name for name, rules in schema.categorical.items() if rules.values == "string"]
-        self._kinds = dict.fromkeys(texts, "")  # of their values so far
 
     @property
     def sources(self) -> list[dict[str, Any]]:
@@ -273,11 +242,8 @@ class Frames:
                 rule, value and hint.
             TypeError: a frame is none.
         """
-        from recsys.datasets.tabular.convert import conform, plain
-
-        arrow = import_pyarrow()
         for number, frame in enumerate(self._frames):
-            if not (isinstance(frame, arrow.Table) or hasattr(frame, "iloc")):
+            if not (isinstance(frame, pa.Table) or hasattr(frame, "iloc")):
                 raise TypeError(
                     f"frame {number} must be a pandas.DataFrame or a pyarrow.Table, got "
                     f"{type(frame).__name__}; pandas.DataFrame(rows) makes one"
@@ -290,51 +256,28 @@ class Frames:
                 )
             for start in range(0, len(frame), _BATCH_ROWS):
                 place = partial(_place_in_frame, number, start)
-                given = self._block(frame, start, place(0))
-                batch = conform(given, self._schema, place)
-                for name in self._kinds:
-                    self._require_one_kind(given.column(name), name, place(0))
+                batch = conform(self._block(frame, start, place(0)), self._schema, place)
                 values = [plain(column) for column in batch.columns]  # without dictionaries
-                whole = arrow.RecordBatch.from_arrays(values, batch.schema.names)
+                whole = pa.RecordBatch.from_arrays(values, batch.schema.names)
                 self._digest.update(whole.serialize())
                 self._num_rows += batch.num_rows
                 yield batch
 
     def _block(self, frame: Any, start: int, place: str) -> pa.RecordBatch:
-        arrow, arrays = import_pyarrow(), {}
-        is_table = isinstance(frame, arrow.Table)
+        arrays = {}
+        is_table = isinstance(frame, pa.Table)
         rows = (frame if is_table else frame.iloc)[start : start + _BATCH_ROWS]
         for name in self._schema.columns:
             try:
-                array = rows[name] if is_table else arrow.array(rows[name], from_pandas=True)
-            except (arrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
+                array = rows[name] if is_table else pa.array(rows[name], from_pandas=True)
+            except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
                 raise DatasetFormatError(
                     f"{place}, column {name!r}: from here on, must have values of one type that "
                     f"Arrow has: {str(error)[:200]}; convert the column"
                 ) from error
-            is_chunked = isinstance(array, arrow.ChunkedArray)
+            is_chunked = isinstance(array, pa.ChunkedArray)
             arrays[name] = array.combine_chunks() if is_chunked else array
-        return arrow.RecordBatch.from_pydict(arrays)
-
-    def _require_one_kind(self, values: pa.Array, name: str, place: str) -> None:
-        """Refuse a column of text that has integers in some batches.
-
-        pandas guesses the types of a CSV chunk by chunk. Its integers have lost leading zeros, so a
-        value such as 007 would have another row in each kind of chunk.
-        """
-        types = import_pyarrow().types
-        kind = getattr(values.type, "value_type", values.type)  # of a dictionary
-        found = "integers" if types.is_integer(kind) or types.is_decimal(kind) else "text"
-        if values.null_count == len(values):
-            return
-        before = self._kinds[name] or found
-        self._kinds[name] = found
-        if found != before:
-            raise DatasetFormatError(
-                f"{place}, column {name!r}: values must be of one type in all frames, got {found} "
-                f"here and {before} before; integers may have lost leading zeros: read the column "
-                f"as text, such as by dtype={{{name!r}: str}} of pandas"
-            )
+        return pa.RecordBatch.from_pydict(arrays)
 
 
 def _place_in_frame(number: int, start: int, row: int) -> str:
@@ -362,8 +305,9 @@ class TextFile:
         self.delimiter = delimiter or ("\t" if _kind_of(path).startswith("tsv") else ",")
         try:
             with self._records() as records:
-                first = next(filter(None, records), None)  # empty lines are left out
-        except (csv.Error, OSError) as error:
+                first = next(filter(None, records), ())  # empty lines are left out
+                "".join(first).encode()
+        except (csv.Error, OSError, UnicodeEncodeError) as error:
             raise self._error(error) from None
         if not first:
             raise DatasetFormatError(f"{path} must begin with a line of column names, is empty")
@@ -373,10 +317,6 @@ class TextFile:
                 f"{len(first)}; correct the names"
             )
         self.column_names = self._names or tuple(first)
-        try:
-            "".join(first).encode()
-        except UnicodeEncodeError:
-            raise DatasetFormatError(f"{path}, line 1: is not UTF-8; {_UTF8_HINT}") from None
 
     def place(self, row: int) -> str:
         """Words for a row of data, by its number from 0: the file and the line it begins on.
@@ -408,17 +348,16 @@ class TextFile:
                 misplaced, the text is not UTF-8, or the compressed data is damaged. The message
                 names the line.
         """
-        arrow = import_pyarrow()
-        types = {name: _arrow_type(name, schema) for name in columns}
-        parse = partial(self._parse, types=types, missing_values=schema.missing_values)
+        kinds = {name: _arrow_type(name, schema) for name in columns}
+        parse = partial(self._parse, kinds=kinds, missing_values=schema.missing_values)
         try:
             try:
                 yield from parse(self._decompressed(raw))
-            except arrow.ArrowInvalid:  # one thread counts the rows that it reads
+            except pa.ArrowInvalid:  # one thread counts the rows that it reads
                 with closing(_open(self.path)) as again:
                     deque(parse(self._decompressed(again), use_threads=False), 0)
                 raise
-        except (arrow.ArrowInvalid, OSError) as error:
+        except (pa.ArrowInvalid, OSError) as error:
             raise self._error(error) from None
 
     def sample(self) -> pa.Table:
@@ -429,8 +368,7 @@ class TextFile:
         Raises:
             DatasetFormatError: the first rows break the format.
         """
-        arrow = import_pyarrow()
-        types = dict.fromkeys(self.column_names, arrow.string())
+        kinds = dict.fromkeys(self.column_names, pa.string())
         tables: list[pa.Table] = []
         fault = None
         try:
@@ -438,15 +376,15 @@ class TextFile:
             for number, block in enumerate(blocks):
                 names = self.column_names if number else self._names
                 try:
-                    batches = self._parse(io.BytesIO(block), types, names=names, is_strict=is_whole)
-                    tables += (arrow.Table.from_batches(batches, arrow.schema([*types.items()])),)
-                except arrow.ArrowInvalid as error:  # blocks may begin within quotes
+                    batches = self._parse(io.BytesIO(block), kinds, names=names, is_strict=is_whole)
+                    tables += (pa.Table.from_batches(batches, pa.schema([*kinds.items()])),)
+                except pa.ArrowInvalid as error:  # blocks may begin within quotes
                     fault = error
         except OSError as error:
             raise self._error(error) from None
         if fault is not None and not tables:
             raise self._error(fault)
-        return arrow.concat_tables(tables)
+        return pa.concat_tables(tables)
 
     def _blocks(self) -> tuple[list[bytes], bool]:
         """Blocks of lines from all over the file, and whether it is one block, the whole file."""
@@ -476,20 +414,17 @@ class TextFile:
     def _parse(
         self,
         text: Any,
-        types: dict[str, Any],
+        kinds: dict[str, Any],
         missing_values: Sequence[str] = (),
         *,
         names: Sequence[str] | None = None,
         use_threads: bool = True,
         is_strict: bool = True,
     ) -> Iterator[pa.RecordBatch]:
-        arrow = import_pyarrow()
-        from pyarrow import csv as arrow_csv
-
         if self.quote and is_strict:
             text = _Tap(text, _quote_check(self))
         yield from arrow_csv.open_csv(
-            arrow.PythonFile(text, mode="r"),
+            pa.PythonFile(text, mode="r"),
             read_options=arrow_csv.ReadOptions(
                 block_size=_BLOCK_BYTES,
                 use_threads=use_threads,
@@ -502,8 +437,8 @@ class TextFile:
                 invalid_row_handler=None if is_strict else lambda row: "skip",
             ),
             convert_options=arrow_csv.ConvertOptions(
-                column_types=types,
-                include_columns=list(types),
+                column_types=kinds,
+                include_columns=list(kinds),
                 null_values=["", *missing_values],
                 strings_can_be_null=True,
             ),
@@ -527,21 +462,20 @@ class TextFile:
     def misplaced_quote(self) -> DatasetFormatError:
         """The error of a quoted field that does not end as it must, with its line."""
         place = self.path
-        reason = f"a row must be shorter than {_BLOCK_BYTES >> 20} MiB, and quotes must be closed"
-        try:
-            with self._records(strict=True) as records:
-                for _ in records:
-                    place = f"{self.path}, line {records.line_num + 1}"
-        except csv.Error as error:
-            reason = f"a field that begins with a quote must end with one ({error})"
-        return DatasetFormatError(f"{place}: {reason}; {_QUOTES_HINT}")
+        with suppress(csv.Error), self._records(strict=True) as records:
+            for _ in records:
+                place = f"{self.path}, line {records.line_num + 1}"
+        return DatasetFormatError(
+            f"{place}: a field that begins with a quote must end with one, and a row must be "
+            f"shorter than {_BLOCK_BYTES >> 20} MiB; {_QUOTES_HINT}"
+        )
 
     def _decompressed(self, raw: Any) -> Any:
-        compression, arrow = _kind_of(self.path).partition(".")[2], import_pyarrow()
+        compression = _kind_of(self.path).partition(".")[2]
         if not compression:
             return raw
-        raw = arrow.PythonFile(raw, mode="r")
-        return arrow.CompressedInputStream(raw, _COMPRESSIONS[compression])
+        raw = pa.PythonFile(raw, mode="r")
+        return pa.CompressedInputStream(raw, _COMPRESSIONS[compression])
 
     @contextmanager
     def _records(self, *, strict: bool = False) -> Iterator[Any]:
@@ -610,7 +544,6 @@ class ParquetFile:
         Raises:
             DatasetFormatError: a row group is damaged.
         """
-        arrow = import_pyarrow()
         groups = range(0, len(self._groups), max(1, len(self._groups) // 16))
         num_rows = sum(self._groups[group].num_rows for group in groups)
         share = min(1.0, 100_000 / max(num_rows, 1))
@@ -619,7 +552,7 @@ class ParquetFile:
                 batch.slice(0, int(batch.num_rows * share) + 1)
                 for batch in file.iter_batches(_SAMPLE_ROWS, row_groups=list(groups))
             ]
-        return arrow.Table.from_batches(found, schema=self.schema)
+        return pa.Table.from_batches(found, schema=self.schema)
 
     @contextmanager
     def _open(self, **options: Any) -> Iterator[Any]:
@@ -627,9 +560,6 @@ class ParquetFile:
 
         Old Parquet has times of 96 bits. Those after the year 2262 would overflow as nanoseconds.
         """
-        arrow = import_pyarrow()
-        from pyarrow import parquet
-
         is_large = any(g.total_byte_size > _LARGE_GROUP_BYTES for g in getattr(self, "_groups", ()))
         options |= {"buffer_size": 1 << 20 if is_large else 0, "pre_buffer": not is_large}
         opened = _open(self.path) if "://" in self.path else nullcontext(self.path)
@@ -639,7 +569,7 @@ class ParquetFile:
                 parquet.ParquetFile(source, coerce_int96_timestamp_unit="us", **options) as file,
             ):
                 yield file
-        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if getattr(error, "errno", None):
                 raise
             raise DatasetFormatError(
@@ -717,13 +647,17 @@ def _quote_check(file: TextFile) -> Callable[[bytes], None]:
     Arrow would read on in silence after a closing quote that text follows, or one that is never
     closed, and take several rows for one.
     """
-    state, quote, delimiter = _START, file.quote.encode(), file.delimiter.encode()
+    # Not at the top: a command checks its paths before numba and PyTorch are imported.
+    from recsys._support.jit import kernel
+
+    follow, state = kernel(_follow), _START
+    quote, delimiter = file.quote.encode(), file.delimiter.encode()
 
     def check(text: bytes) -> None:
         nonlocal state
         if quote in text or state == _CLOSED:
             codes = np.frombuffer(text, np.uint8)
-            state = _follow_kernel()(codes, state, ord(delimiter), ord(quote))
+            state = follow(codes, state, ord(delimiter), ord(quote))
         elif text and state != _QUOTED:
             state = _START if text[-1:] in (delimiter, b"\n", b"\r") else _PLAIN
         if state == _MISPLACED or (not text and state == _QUOTED):
@@ -734,14 +668,6 @@ def _quote_check(file: TextFile) -> Callable[[bytes], None]:
 
 # The place in the text after a byte. After a closing quote, the next byte may double it.
 _START, _PLAIN, _QUOTED, _CLOSED, _MISPLACED = range(5)
-
-
-@cache
-def _follow_kernel() -> Any:
-    """`_follow`, compiled: a command checks its paths before numba and PyTorch are imported."""
-    from recsys._support.jit import kernel
-
-    return kernel(_follow)
 
 
 def _follow(text: NDArray[np.uint8], state: int, delimiter: int, quote: int) -> int:
@@ -789,10 +715,9 @@ def _system_of(url: str) -> tuple[Any, str]:
 
 def _arrow_type(name: str, schema: Schema) -> Any:
     """The type that the CSV reader gives a column; `conform` does the rest."""
-    arrow = import_pyarrow()
     rule, column = schema.positive_rule, schema.categorical.get(name)
     is_label = name in schema.label_columns and rule is not None and isinstance(rule.value, float)
     if name in schema.dense or name == schema.weight or is_label:
-        return arrow.float64()
+        return pa.float64()
     is_integer = column is not None and column.values == "integer"
-    return arrow.int64() if is_integer else arrow.string()
+    return pa.int64() if is_integer else pa.string()

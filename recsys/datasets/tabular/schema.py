@@ -9,7 +9,6 @@ This module imports pydantic; commands that read no schema do not import it.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -770,23 +769,6 @@ def _explain(error: ValidationError) -> str:
     if fault["type"] == "value_error":
         return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
     if fault["type"] == "extra_forbidden":
-        models = _MODELS[:1] if len(path) == 1 else _MODELS[1:]
-        known = {name for model in models for name in model.model_fields} - {path[-1]}
-        close = difflib.get_close_matches(path[-1], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "docs/tables.md lists the keys"
-        return f"unknown key {key}; {hint}"
+        return f"unknown key {key}; docs/tables.md lists the keys"
     rule = re.sub("^(Input|Value) should", "must", fault["msg"])
     return f"{key or 'a schema'}: {rule}, got {value}"
-
-
-_MODELS: tuple[type[_Keys], ...] = (
-    Schema,
-    DenseColumn,
-    CategoricalColumn,
-    SequenceColumn,
-    HistoryColumn,
-    RandomSplit,
-    TimestampSplit,
-    ColumnSplit,
-    Negatives,
-)

@@ -18,9 +18,9 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel
-from recsys.datasets.splits import SPLITS
+from recsys.datasets.numbering import HashedRows
+from recsys.datasets.store_writer import SPLITS
 from recsys.datasets.tabular.encode import Bags, places_of
-from recsys.datasets.tabular.numbering import HashedRows
 from recsys.datasets.tabular.schema import (
     GROUP,
     PART,

@@ -14,7 +14,7 @@ from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.batch import features_by_table, has_bags
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
-from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.staleness.drift import tracked_bytes

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
-from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import Store
+from recsys.datasets.store_writer import classic_splits
 from recsys.errors import DatasetFormatError
 
 

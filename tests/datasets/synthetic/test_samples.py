@@ -6,10 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.datasets.splits import classic_splits
-from recsys.datasets.synthetic import samples
-from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.datasets.synthetic.shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, popularity_curve
+from recsys.datasets import synthetic
+from recsys.datasets.store_writer import classic_splits
+from recsys.datasets.synthetic import (
+    KAGGLE_COLUMNS,
+    KAGGLE_TABLE_SIZES,
+    SyntheticCriteo,
+    popularity_curve,
+)
 
 ODD_SIZES = [1, 2, 3, 7, 64, 1_001]
 # Aggregates of a sample of the real data with 137,139 rows: per cent of lookups that go to the
@@ -104,9 +108,9 @@ def test_a_sample_does_not_depend_on_how_many_there_are():
 
 
 def test_sources_of_equal_settings_are_calibrated_once(monkeypatch, request):
-    request.addfinalizer(samples._calibrated.cache_clear)  # of what the patch returns
+    request.addfinalizer(synthetic._calibrated.cache_clear)  # of what the patch returns
     scores = []
-    monkeypatch.setattr(samples, "calibrate", lambda each: scores.append(each) or (2.0, -1.0))
+    monkeypatch.setattr(synthetic, "calibrate", lambda each: scores.append(each) or (2.0, -1.0))
 
     for sizes, seed in (([9, 5], 71), ([9, 5], 71), ([9, 6], 71), ([9, 5], 72)):
         for num_samples in (100, 200):

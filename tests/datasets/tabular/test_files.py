@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recsys.datasets.tabular.read import TableFiles
 from recsys.datasets.tabular.schema import Schema
-from recsys.errors import ConfigError, DatasetFormatError
+from recsys.errors import DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -382,13 +382,6 @@ def test_patterns_and_urls_name_files(tmp_path):
             assert [row["c"] for row in found] == values
     with pytest.raises(FileNotFoundError, match="no"):
         rows_of(tmp_path / "no*.csv", simple())
-
-
-def test_a_file_and_its_compressed_copy_are_not_read_together(tmp_path):
-    path = write(tmp_path, "y,c", "1,x")
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(path.read_bytes()))
-    with pytest.raises(ConfigError, match=r"a\.csv"):
-        rows_of(tmp_path, simple())
 
 
 def test_integers_beyond_63_bits_may_be_groups(tmp_path):

@@ -10,9 +10,10 @@ pytest.importorskip("pyarrow")
 
 
 def test_no_progress_bar_is_drawn_where_a_warning_is_printed(tmp_path, monkeypatch):
-    (tmp_path / "a.csv").write_text("click,ad\n1,a\n1,b\n")
-    (tmp_path / ".store.12345678").mkdir()  # as a killed preparation leaves it
-    schema = Schema.from_dict({"label": "click", "categorical": {"ad": {}}})
+    rows = "".join(f"{user},{ad},{ad % 2}\n" for user in range(9) for ad in range(5))
+    (tmp_path / "a.csv").write_text("user,ad,genre\n" + rows)  # a genre belongs to its ad
+    columns = {"categorical": {"ad": {}, "genre": {}}, "negatives": {"item": "ad"}}
+    schema = Schema.from_dict({"group": "user", **columns})
     bars = []
 
     def look(*_):

@@ -3,8 +3,8 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import Store, prepare_table, write_store
+from recsys.datasets.numbering import read_vocabulary
 from recsys.datasets.tabular.encode import Encoder
-from recsys.datasets.tabular.numbering import read_vocabulary
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import DatasetFormatError
 

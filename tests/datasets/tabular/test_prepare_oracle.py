@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recsys.datasets import Store, store_writer
-from recsys.datasets.tabular import numbering, split
+from recsys.datasets import Store, numbering, store_writer
+from recsys.datasets.tabular import split
 from recsys.datasets.tabular.prepare import prepare_table, write_store
 from recsys.datasets.tabular.schema import Schema
 from tests.datasets.tabular.table_oracle import Expected

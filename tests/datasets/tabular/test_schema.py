@@ -107,7 +107,7 @@ REFUSED = [
     ({}, "categorical"),
     ({"label": "y"}, "categorical"),
     ({"categorical": {"c": {}}}, "label"),
-    ({**SMALL, "lable": "y"}, "lable.*label"),
+    ({**SMALL, "lable": "y"}, "lable"),
     ({**SMALL, "label": 3}, "label.*3"),
     ({**SMALL, "label": "c"}, "label.*'c'.*categorical"),
     ({**SMALL, "labels": ["x"]}, "label and labels"),

@@ -3,7 +3,7 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import Schema, Store, write_store
-from recsys.datasets.splits import SPLITS, classic_splits
+from recsys.datasets.store_writer import SPLITS, classic_splits
 
 pytest.importorskip("pyarrow")
 

@@ -4,7 +4,7 @@ Values are first numbered 0, 1, 2, ... by first appearance in the file.
 A numbering is a hash table with open addressing beside an array of the values, in order:
 
     slots    (S,) uint64   hash << 32 | number + 1          0: free
-    values   (n,) int64, or the UTF-8 bytes of all texts, one after another, and where each begins
+    values   (n,) integers; or the UTF-8 bytes of all texts, and where each of them begins
 
 The slots double when they are 70 % full, so a value takes 11 to 23 bytes beside itself. Numbering
 runs in compiled loops over Arrow's buffers and releases the GIL: columns are numbered in parallel.
@@ -36,15 +36,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from recsys.datasets.tabular.schema import Table
-
 __all__ = [
     "MISSING",
     "UNKNOWN",
     "HashedRows",
     "Numbers",
     "ValueCounts",
-    "new_numbers",
     "read_vocabulary",
     "vocabulary_file",
     "write_vocabulary",
@@ -66,21 +63,22 @@ class Numbers:
 
     Args:
         name: Of the vocabulary, for messages.
-        is_integer: Whether the values are int64; else they are texts, which are told apart by
-            their UTF-8 bytes.
+        dtype: Of the values, int64 or uint32; uint8 for texts, which are told apart by their UTF-8
+            bytes.
 
     Attributes:
         num_values: Distinct values so far; their numbers are 0 to num_values - 1.
-        is_integer: As given.
+        is_integer: Whether the values are integers.
     """
 
-    def __init__(self, name: str, *, is_integer: bool = False) -> None:
+    def __init__(self, name: str, dtype: type[np.integer[Any]] = np.uint8) -> None:
         self.num_values = 0
-        self.is_integer = is_integer
+        self.is_integer = dtype is not np.uint8
         self._name = name
         self._slots = np.zeros(1 << 12, np.uint64)
-        self._known = np.empty(1 << 14, np.int64 if is_integer else np.uint8)
-        self._ends = None if is_integer else np.zeros(1 << 11, np.int64)  # of texts in their bytes
+        self._known: NDArray[Any] = np.empty(1 << 14, dtype)
+        # Of texts in their bytes.
+        self._ends = None if self.is_integer else np.zeros(1 << 11, np.int64)
 
     def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:
         """The number of each value; `MISSING` for null.
@@ -95,10 +93,32 @@ class Numbers:
         Raises:
             ConfigError: there are more than 2**31 - 2 distinct values.
         """
-        numbers, most = np.empty(len(values), np.int32), self.num_values + len(values)
         offsets, data = (
             (None, values.fill_null(0).to_numpy()) if self.is_integer else _texts_of(values)
         )
+        return self.number_array(data, offsets, _nulls_of(values), grow=grow)
+
+    def number_array(
+        self,
+        data: NDArray[Any],
+        offsets: NDArray[Any] | None = None,
+        nulls: NDArray[np.bool_] = _NO_NULLS,
+        *,
+        grow: bool = True,
+    ) -> NDArray[np.int32]:
+        """The number of each value, as `number` does.
+
+        Args:
+            data: The values; the bytes of texts.
+            offsets: Where texts begin and end in the bytes; None for integers.
+            nulls: Which values are null; none if it is empty.
+            grow: As in `number`.
+
+        Shape:
+            data (n,), or any with texts; offsets (n + 1,); nulls (n,) or (0,); result (n,).
+        """
+        size = len(data) if offsets is None else len(offsets) - 1
+        numbers, most = np.empty(size, np.int32), self.num_values + size
         if grow:
             if most > _MAX_VALUES:
                 raise ConfigError(
@@ -116,15 +136,20 @@ class Numbers:
                 most = int(self._ends[self.num_values] + offsets[-1] - offsets[0])
             self._known = _with_room(self._known, most)
         table = self._slots, self._known, self._ends, self.num_values
-        self.num_values = _number_kernel(data, offsets, _nulls_of(values), *table, grow, numbers)
+        self.num_values = _number_kernel(data, offsets, nulls, *table, grow, numbers)
         return numbers
+
+    @property
+    def known(self) -> NDArray[Any]:
+        """All integers, by number, (num_values,)."""
+        return self._known[: self.num_values]
 
     def values(self) -> pa.Array:
         """All values, by number: int64 or large text. The array shares this object's memory."""
         import pyarrow as pa
 
         if self._ends is None:
-            return pa.array(self._known[: self.num_values])
+            return pa.array(self.known)
         ends = self._ends[: self.num_values + 1]
         return pa.LargeStringArray.from_buffers(
             self.num_values, pa.py_buffer(ends), pa.py_buffer(self._known[: ends[-1]])
@@ -143,23 +168,14 @@ class HashedRows:
 
     def number(self, values: pa.Array, *, grow: bool = False) -> NDArray[np.int32]:
         """The row of each value, (len(values),); values are int64 or texts. None is kept."""
-        import pyarrow as pa
-
         num_rows = np.uint64(self.num_rows)
-        if pa.types.is_integer(values.type):
-            bits = values.view(pa.uint64()).fill_null(int(_FNV_BASIS)).to_numpy()
+        if values.type == "int64":
+            bits = values.view("uint64").fill_null(int(_FNV_BASIS)).to_numpy()
             return (mix64(bits + GOLDEN) % num_rows).astype(np.int32)
         rows = np.empty(len(values), np.int32)
         offsets, data = _texts_of(values)
         _hash_texts_kernel(offsets, data, _nulls_of(values), num_rows, rows)
         return rows
-
-
-def new_numbers(table: Table) -> Numbers | HashedRows:
-    """An empty numbering for a table."""
-    if table.rules.numbering == "hash":
-        return HashedRows(table.rules.num_rows)
-    return Numbers(table.name, is_integer=table.rules.values == "integer")
 
 
 class ValueCounts:
@@ -264,13 +280,11 @@ def _nulls_of(values: pa.Array) -> NDArray[np.bool_]:
 
 def _texts_of(values: pa.Array) -> tuple[NDArray[Any], NDArray[np.uint8]]:
     """Where texts begin and end, (n + 1,), and their bytes, without a copy."""
-    import pyarrow as pa
-
-    dtype = np.dtype(np.int64 if pa.types.is_large_string(values.type) else np.int32)
+    dtype = np.dtype(np.int64 if values.type == "large_string" else np.int32)
     _, offsets, data = values.buffers()
-    if not len(values):
-        offsets, values = bytes(8), pa.array([], values.type)
-    begins = np.frombuffer(offsets, dtype, len(values) + 1, dtype.itemsize * values.offset)
+    begins = np.frombuffer(bytes(8), dtype, 1)
+    if len(values):
+        begins = np.frombuffer(offsets, dtype, len(values) + 1, dtype.itemsize * values.offset)
     return begins, np.frombuffer(data if data is not None and data.size else bytes(1), np.uint8)
 
 

@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from recsys.datasets.tabular.numbering import MISSING, UNKNOWN, HashedRows, Numbers
+from recsys.datasets.numbering import MISSING, UNKNOWN, HashedRows, Numbers
 
 pa = pytest.importorskip("pyarrow")
 
@@ -21,7 +23,7 @@ def test_texts_are_numbered_by_first_appearance():
 
 
 def test_integers_are_numbered_by_first_appearance():
-    numbers = Numbers("item", is_integer=True)
+    numbers = Numbers("item", np.int64)
     assert numbers.number(pa.array([7, -(2**63), None, 7])).tolist() == [0, 1, MISSING, 0]
     assert numbers.number(pa.array([1, 2**63 - 1, 7]).slice(1)).tolist() == [2, 0]
     assert numbers.values().to_pylist() == [7, -(2**63), 2**63 - 1]
@@ -29,7 +31,7 @@ def test_integers_are_numbered_by_first_appearance():
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.int64()])
 def test_a_numbering_that_does_not_grow_knows_only_its_values(kind):
-    numbers = Numbers("x", is_integer=kind == pa.int64())
+    numbers = Numbers("x", np.int64 if kind == pa.int64() else np.uint8)
     one, two = pa.array([1, 2]).cast(kind).to_pylist()
     numbers.number(pa.array([one], kind))
     assert numbers.number(pa.array([two, None, one], kind), grow=False).tolist() == [
@@ -42,7 +44,7 @@ def test_a_numbering_that_does_not_grow_knows_only_its_values(kind):
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.int64()])
 def test_empty_blocks_and_blocks_of_nulls(kind):
-    numbers = Numbers("x", is_integer=kind == pa.int64())
+    numbers = Numbers("x", np.int64 if kind == pa.int64() else np.uint8)
     assert numbers.number(pa.array([], kind)).tolist() == []
     assert numbers.number(pa.nulls(2, kind)).tolist() == [MISSING, MISSING]
     assert numbers.values().to_pylist() == []
@@ -51,7 +53,7 @@ def test_empty_blocks_and_blocks_of_nulls(kind):
 def test_many_values_keep_their_numbers_while_the_table_grows():
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, 30_000, 60_000)
-    texts, integers = Numbers("x"), Numbers("x", is_integer=True)
+    texts, integers = Numbers("x"), Numbers("x", np.int64)
     for start in range(0, len(drawn), 7_000):
         block = drawn[start : start + 7_000]
         found = texts.number(pa.array(block.astype(str)))
@@ -76,3 +78,32 @@ def split_mix(state):
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % end
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % end
     return bits ^ (bits >> 31)
+
+
+IDS = st.integers(0, 2**32 - 1) | st.integers(0, 20) | st.integers(2**32 - 20, 2**32 - 1)
+
+
+@given(st.lists(st.lists(IDS, max_size=50), max_size=5))
+def test_ids_are_numbered_by_first_appearance_over_all_calls(chunks):
+    numbers = Numbers("ids", np.uint32)
+    expected = {}
+
+    for chunk in chunks:
+        rows = numbers.number_array(np.array(chunk, np.uint32))
+
+        assert rows.tolist() == [expected.setdefault(raw_id, len(expected)) for raw_id in chunk]
+
+    assert numbers.num_values == len(expected)
+    assert numbers.known.tolist() == list(expected)
+
+
+def test_numbering_survives_growth_to_many_ids():
+    numbers = Numbers("ids", np.uint32)
+    ids = np.random.default_rng(0).permutation(200_000).astype(np.uint32)
+
+    first = numbers.number_array(ids.copy())
+    second = numbers.number_array(ids[::-1].copy())
+
+    np.testing.assert_array_equal(first, np.arange(200_000))
+    np.testing.assert_array_equal(second, np.arange(200_000)[::-1])
+    np.testing.assert_array_equal(numbers.known, ids)

@@ -1,1 +1,0 @@
-"""Synthetic samples in the shape of Criteo Kaggle's."""
