@@ -60,6 +60,17 @@ def test_every_decision_is_in_the_index(pytestconfig):
     assert {name: f"# {title}" for title, name in index} == pages
 
 
+def test_pages_written_by_hand_stay_short(pytestconfig):
+    root = pytestconfig.rootpath
+    pages = [*root.glob("*.md"), root / "recsys" / "README.md", *root.glob("docs/**/*.md")]
+    pages = [page for page in pages if page.name != "CHANGELOG.md"]
+
+    words = sum(len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages)
+
+    assert words <= 30_000
+    assert len(list(root.glob("docs/decisions/*.md"))) <= 21  # twenty, and the list of them
+
+
 def test_kept_commands_name_no_place_of_the_machine_they_ran_on(pytestconfig):
     folder = pytestconfig.rootpath / "benchmarks" / "results"
     records = {file: json.loads(file.read_text()) for file in folder.rglob("*.json")}
