@@ -1,4 +1,7 @@
-"""Reads every form of input into `Bags`, and explains what is wrong with one."""
+"""Reads every form of input into `Bags`, and explains what is wrong with one.
+
+Forward of each module calls it. Shapes and types are checked here, ids and offsets by the kernel.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """`TableGroup`: owns the memory of tables of one dim, and notices when a table has moved.
 
+`tables_module` makes one for each dim, dtype and param group; lookup and update ask it where the
+tables are. Invariant: while a group is updated, its tables are the same Parameters in the same
+memory, or `place` has laid it out anew.
+
 Tables are allocated separately and stay the user's Parameters. Kernels see them, and the slots, as
 one array from the lowest address:
 

@@ -1,5 +1,8 @@
 """`TransferQueue`: the order of moves between slots and cold memory.
 
+A `Fetcher` adds the transfers of its claims, and waits for them before lookups and updates that
+need it.
+
 Transfers run one after the other, in the order in which they were added. So no row is fetched
 before its own write-back. Those that were started run in the queue's thread, others in the caller's
 thread when it waits for them. A failed transfer ends the queue.

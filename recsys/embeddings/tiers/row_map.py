@@ -1,6 +1,8 @@
 """The row map of a table group: the location of every row. Nothing else says where a row is.
 
-Only the thread that trains writes to it; `kernels.cpu.places` says what its numbers mean.
+A `Fetcher` has it; kernels read it at each lookup and update. Only the thread that trains writes
+to it; `kernels.cpu.places` says what its numbers mean. Invariant: a row has one location, and a
+slot one row.
 """
 
 from __future__ import annotations

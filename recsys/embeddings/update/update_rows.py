@@ -1,5 +1,8 @@
 """`TableUpdate`: owns the optimizer's state of a table group, and updates its rows once a step.
 
+`fused_optimizer`, or a hook of the user's own optimizer (`attach`), calls it. Invariant: all groups
+are checked before any row changes, and each row changes once.
+
 A `torch.optim.Optimizer` has the settings in `param_groups` and each table's state in `state`. A
 `Translation` says how to read them.
 """
