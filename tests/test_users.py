@@ -7,7 +7,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests import users
 
 
-@pytest.mark.in_ci("PipelineUsers")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tables", "ignore:budget=")
 @pytest.mark.parametrize("name", ["Users", "PipelineUsers"])

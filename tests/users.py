@@ -20,10 +20,16 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    Adam,
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    TableConfig,
+)
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.errors import ConflictingWrite, IdOutOfRange, TrainingDiverged
 from recsys.pipeline import Auto, Hotline, LookAhead, Sequential, TrainPipeline
@@ -375,10 +381,6 @@ class Users(RuleBasedStateMachine):
         self.both(lambda model: both[id(model)].square().sum().backward())
         self.num_waiting += 1
 
-    @rule()
-    def drop_graphs(self):
-        self.graphs.clear()
-
     @rule(seed=seeds, off=st.sampled_from([torch.no_grad, torch.inference_mode]))
     def evaluate(self, seed, off):
         batch = self.batch(seed)
@@ -535,18 +537,6 @@ class Users(RuleBasedStateMachine):
             return str(raised.value)
 
         self.both(do)
-
-    @rule()
-    def begin_state_anew(self):
-        def do(model):
-            for table in model.tables():
-                model.optimizer.state.pop(table, None)
-
-        self.both(do)
-
-    @rule()
-    def move_to_where_it_is(self):
-        self.both(lambda model: model.to("cpu") and None)
 
     @rule(number=st.integers(0, 2), is_asked=st.booleans())
     def freeze(self, number, is_asked):

@@ -233,16 +233,6 @@ def test_a_class_of_its_own_is_left_alone_and_named():
     assert type(model.b) is Special
 
 
-def test_without_an_optimizer_gradients_are_dense_or_sparse_as_the_bag_says():
-    model = Holder(a=bag(), b=bag(sparse=False))
-    recsys.accelerate(model)
-
-    (model.a(INDICES, OFFSETS) + model.b(INDICES, OFFSETS)).sum().backward()
-
-    assert model.a.weight.grad.is_sparse
-    assert not model.b.weight.grad.is_sparse
-
-
 def test_a_formula_moves_rows_at_the_end_of_each_backward():
     model = Holder(a=bag(), b=bag(7))
     before = [model.a.weight.detach().clone(), model.b.weight.detach().clone()]

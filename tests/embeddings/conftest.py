@@ -2,7 +2,7 @@
 
 import pytest
 
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 
 OPTIMIZERS = [
     SGD(lr=0.5),

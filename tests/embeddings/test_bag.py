@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.optimizer import SGD
+from recsys.embeddings import SGD, HotColdEmbeddingBag
 
 NUM_ROWS = 7
 ID_TYPES = st.sampled_from([torch.int32, torch.int64])

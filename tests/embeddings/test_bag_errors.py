@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.optimizer import SGD
-from recsys.errors import IdOutOfRange
+from recsys.embeddings import SGD, HotColdEmbeddingBag
+from recsys.errors import IdOutOfRange, MalformedBags
 
 
 def ints(*values, dtype=torch.int64):
@@ -122,11 +121,8 @@ def test_a_gradient_of_weights_from_rows_that_moved_meanwhile_is_refused():
         early.backward()
 
 
-def test_a_table_that_another_operation_has_kept_is_known_to_have_moved():
-    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0))
-    tied = module.weight.square().sum()
-
-    module(ints(1), ints(0)).sum().backward()
-
-    with pytest.raises(RuntimeError, match="inplace"):
-        tied.backward()
+@pytest.mark.parametrize("offsets", [[0, 100], [-5, 2], [1, 2], [2, 1]])
+def test_offsets_that_lie_are_refused_with_padding_too(offsets):
+    module = HotColdEmbeddingBag(7, 4, padding_idx=1, optimizer=SGD(lr=1.0))
+    with pytest.raises(MalformedBags):
+        module(ints(1, 2, 1), torch.tensor(offsets))

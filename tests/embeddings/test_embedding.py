@@ -1,6 +1,5 @@
 """`HotColdEmbedding` beside `nn.Embedding`."""
 
-import copy
 import inspect
 import warnings
 
@@ -10,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import recsys
-from recsys.embeddings import SGD, Adagrad, Adam, HotColdEmbedding, HotColdEmbeddingBag
+from recsys.embeddings import SGD, HotColdEmbedding, HotColdEmbeddingBag
 from recsys.errors import IdOutOfRange
-from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 from tests.embeddings.test_bag import backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in cold memory")
@@ -54,11 +51,6 @@ def both(settings, **ours):
         own = HotColdEmbedding(NUM_ROWS, 3, **settings, **ours)
     own.load_state_dict(plain.state_dict())
     return plain, own
-
-
-def room_for(num_slots, row_bytes):
-    """A budget: for so many slots and the row map."""
-    return 4 * NUM_ROWS + num_slots * (row_bytes + 11)
 
 
 each_kind = pytest.mark.parametrize(
@@ -115,7 +107,8 @@ def test_result_and_gradient_are_those_of_torchs_module(kind, ids, settings):
         settings = settings | {"sparse": False}  # torch's backward fails
     ours = {} if kind == "torch's" else OPTIMIZED
     if kind == "tiered":
-        ours = ours | {"budget": room_for(3, 3 * settings["dtype"].itemsize)}
+        num_slots, slot_bytes = 3, 3 * settings["dtype"].itemsize + 11
+        ours = ours | {"budget": 4 * NUM_ROWS + num_slots * slot_bytes}
     plain, own = both(settings, **ours)
 
     expected, found = (backward(module, ids) for module in (plain, own))
@@ -129,93 +122,6 @@ def test_result_and_gradient_are_those_of_torchs_module(kind, ids, settings):
     else:
         assert gradient.is_sparse == settings["sparse"]
     torch.testing.assert_close(gradient.to_dense(), plain.weight.grad.to_dense(), **tolerance)
-
-
-@pytest.mark.parametrize("is_tiered", [False, True])
-@pytest.mark.parametrize("padding_idx", [None, 2])
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1)])
-def test_steps_are_those_of_torchs_module_and_optimizer(optimizer, padding_idx, is_tiered):
-    kinds = {SGD: torch.optim.SGD, Adagrad: torch.optim.Adagrad, Adam: torch.optim.SparseAdam}
-    row_bytes = 12 * (1 + len(optimizer.state_sizes(3)))
-    budget = room_for(3, row_bytes) if is_tiered else None
-    settings = {"padding_idx": padding_idx, "sparse": True}
-    plain, own = both(settings, optimizer=optimizer, budget=budget)
-    theirs = kinds[type(optimizer)](plain.parameters(), lr=0.1)
-
-    for ids in torch.tensor(
-        [[[1, 2], [2, 1]], [[5, 6], [6, 6]], [[2, 2], [2, 2]], [[1, 0], [2, 0]]]
-    ):
-        theirs.zero_grad()
-        for module in (plain, own):
-            module(ids).square().sum().backward()
-        theirs.step()
-        torch.testing.assert_close(own.weight.detach(), plain.weight.detach())
-
-
-def test_a_padding_row_is_looked_up_and_never_moves():
-    own = HotColdEmbedding(5, 2, padding_idx=1, optimizer=SGD(lr=1.0))
-    with torch.no_grad():
-        own.weight[1] = torch.tensor([3.0, 4.0])
-
-    found = own(torch.tensor([1, 0, 1]))
-    found.sum().backward()
-
-    assert found[0].tolist() == found[2].tolist() == [3.0, 4.0]
-    assert own.weight[1].tolist() == [3.0, 4.0]
-
-
-class Tied(nn.Module):
-    """Two embeddings of one table; in the first, a row of it is padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.history = nn.Embedding(40, 3, padding_idx=1, sparse=True)
-        self.item = nn.Embedding(40, 3, sparse=True)
-        self.item.weight = self.history.weight
-
-    def forward(self, ids):
-        return (self.history(ids).sum(1) * self.item(ids[:, 0])).sum()
-
-
-@pytest.mark.parametrize("budget", [None, 40 * 4 + 14 * 32])
-def test_a_row_that_is_padding_in_one_of_two_embeddings_is_trained_by_the_other(budget):
-    torch.manual_seed(0)
-    plain = Tied()
-    own = copy.deepcopy(plain)
-    theirs, ours = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (plain, own))
-    recsys.accelerate(own, optimizer=ours, budget=budget, always=True)
-    generator = torch.Generator().manual_seed(0)
-
-    for _ in range(12):
-        ids = (torch.rand(4, 3, generator=generator) ** 3 * 40).long()
-        for model, optimizer in ((plain, theirs), (own, ours)):
-            optimizer.zero_grad()
-            model(ids).backward()
-            optimizer.step()
-        assert torch.equal(own.history(ids), own.item(ids))
-
-    torch.testing.assert_close(own.item.weight.detach(), plain.item.weight.detach())
-
-
-@pytest.mark.parametrize("budget", [None, 400 * 4 + 10 * 32])
-def test_a_padding_row_gets_no_gradient(budget):
-    own = HotColdEmbedding(
-        400, 4, padding_idx=3, optimizer=SGD(lr=1.0), auto_apply=False, budget=budget
-    )
-
-    def look_up():
-        own(torch.tensor([[3, 1], [2, 3]])).sum().backward()
-
-    look_up()
-    gradient = own.weight.grad.to_dense()
-    assert gradient.sum(1).nonzero().flatten().tolist() == [1, 2]
-    own.weight.grad = None
-    before = own.weight.detach().clone()
-    look_up()
-    own.row_optimizer.step()
-
-    changed = (own.weight.detach() != before).any(1)
-    assert changed.nonzero().flatten().tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -235,30 +141,6 @@ def test_an_id_that_is_no_row_is_named_with_its_place(ids, place, padding_idx):
         module(ids)
 
 
-def test_pretrained_rows_are_shared_and_frozen_unless_told_otherwise():
-    rows = torch.arange(6.0).view(3, 2)
-
-    frozen = HotColdEmbedding.from_pretrained(rows, padding_idx=1)
-    with pytest.warns(UserWarning, match="freezes the rows by default: .*; pass freeze=False"):
-        HotColdEmbedding.from_pretrained(rows, optimizer=SGD(lr=1.0))
-    moved = HotColdEmbedding.from_pretrained(rows, freeze=False, optimizer=SGD(lr=1.0))
-    moved(torch.tensor([[2]])).sum().backward()
-
-    assert not frozen.weight.requires_grad
-    assert frozen.padding_idx == 1
-    assert rows.tolist() == [[0, 1], [2, 3], [3, 4]]
-
-
-def test_frozen_rows_stay():
-    module = HotColdEmbedding(3, 2, _freeze=True, optimizer=SGD(lr=1.0))
-    before = module.weight.detach().clone()
-
-    found = module(torch.tensor([[2]]))
-
-    assert not found.requires_grad
-    assert torch.equal(module.weight, before)
-
-
 def test_a_module_of_torchs_is_taken_over_with_its_settings_and_parameter():
     plain = nn.Embedding(5, 3, padding_idx=2, sparse=True)
 
@@ -268,69 +150,3 @@ def test_a_module_of_torchs_is_taken_over_with_its_settings_and_parameter():
     assert repr(own) == "HotCold" + repr(plain)
     with pytest.raises(ValueError, match="already updated by another recsys optimizer"):
         HotColdEmbedding.from_torch(plain, optimizer=SGD(lr=1.0))
-
-
-# torch.compile looks at `grad` of every tensor, and hides the warning that this gives.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("optimizer", [None, SGD(lr=0.1)])
-def test_a_compiled_model_computes_the_same(optimizer):
-    module = HotColdEmbedding(5, 3, optimizer=optimizer)
-    ids = torch.tensor([[1, 2], [0, 4]])
-
-    found = torch.compile(lambda ids: module(ids) * 2, backend="eager")(ids)
-
-    assert torch.equal(found, module(ids) * 2)
-
-
-class Model(nn.Module):
-    def __init__(self, **settings):
-        super().__init__()
-        self.history = HotColdEmbedding(400, 4, padding_idx=0, **settings)
-        self.top = nn.Linear(4, 1)
-
-    def forward(self, batch):
-        logits = self.top(self.history(batch).mean(1)).squeeze(1)
-        return logits.square().mean(), logits
-
-
-@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(depth=2), Hotline(learning_steps=4)])
-def test_schedules_fetch_sequences_of_ids_ahead_and_change_nothing(schedule):
-    generator = torch.Generator().manual_seed(0)
-    batches = [(torch.rand(8, 5, generator=generator) ** 6 * 400).long() for _ in range(30)]
-    found = []
-    for settings, its_schedule in (({}, Sequential()), ({"budget": "9KiB"}, schedule)):
-        torch.manual_seed(0)
-        model = Model(optimizer=Adagrad(lr=0.1), **settings)
-        dense = torch.optim.SGD(model.top.parameters(), lr=0.1)
-        pipeline = TrainPipeline(
-            model, dense, schedule=its_schedule, ids=lambda batch: {"history": batch}
-        )
-        losses = [loss.item() for loss, _ in pipeline.steps(batches)]
-        if isinstance(its_schedule, Hotline):
-            assert pipeline.popular_split.num_split > 0
-        found.append((torch.tensor(losses), model.history.weight.detach().clone()))
-
-    exact = not isinstance(schedule, Hotline)  # parts of a mini-batch are summed in another order
-    for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, **({"rtol": 0, "atol": 0} if exact else {}))
-
-
-def test_accelerate_exchanges_embeddings_and_restore_puts_them_back():
-    model = nn.Sequential(nn.Embedding(50, 4, padding_idx=1), nn.Linear(4, 1))
-    plain = copy.deepcopy(model)
-    original = model[0]
-    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-
-    result = recsys.accelerate(model, optimizer=ours, always=True)
-    for each, optimizer in ((model, ours), (plain, theirs)):
-        for seed in range(3):
-            ids = torch.randint(0, 9, (4, 3), generator=torch.Generator().manual_seed(seed))
-            optimizer.zero_grad()
-            each(ids).square().sum().backward()
-            optimizer.step()
-
-    assert type(model[0]) is HotColdEmbedding
-    assert list(result.replacements.values()) == ["HotColdEmbedding"]
-    torch.testing.assert_close(model[0].weight.detach(), plain[0].weight.detach())
-    recsys.restore(model)
-    assert model[0] is original

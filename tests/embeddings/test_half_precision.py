@@ -1,16 +1,20 @@
 """Tables of bfloat16: pooled and moved in float32, rounded as they are written."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 
 from recsys.batch import JaggedIds
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    Adam,
+    HotColdEmbeddingBagCollection,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    TableConfig,
+)
 from recsys.train.parts.providers import TorchEmbeddingBags
 
 TABLES = [
@@ -79,29 +83,9 @@ def test_a_data_type_may_be_torchrecs():
     assert [weight.dtype for weight in module.table_weights()] == [torch.bfloat16, torch.float32]
 
 
-def test_an_unknown_data_type_is_refused():
-    with pytest.raises(ValueError, match=r"table 'a': data_type must be one of .* got 'int8'"):
-        TableConfig(name="a", num_embeddings=2, embedding_dim=4, data_type="int8")
-
-
 def test_a_provider_that_has_float32_rows_alone_says_so():
     with pytest.raises(ValueError, match=r"one of \['fp32'\] with TorchEmbeddingBags, got 'bf16'"):
         TorchEmbeddingBags(TABLES[:1])
-
-
-@each_optimizer
-def test_a_table_of_float32_does_not_notice_the_others(optimizer):
-    module = build(optimizer)
-    alone = build(optimizer, TABLES[2:3])
-    with torch.no_grad():
-        alone.table_weights()[0].copy_(module.table_weights()[2])
-
-    step(module)
-    pooled = alone(IDS).values()
-    factors = torch.arange(1.0, 65).view(4, 16).sin()[:, 8:12]
-    (pooled * factors).sum().backward()
-
-    assert torch.equal(module.table_weights()[2], alone.table_weights()[0])
 
 
 @each_optimizer
@@ -134,41 +118,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(optimizer, is_stochastic):
     assert same_rows(module, resumed) == [True] * 4
 
 
-def test_state_of_rows_is_float32():
-    module = build(Adam(lr=0.01))
-    step(module)
-
-    state = module.row_optimizer.state_dict()["state"]["embedding_bags.users.weight"]
-
-    assert state["users.momentum1"].dtype == state["users.exp_avg_sq"].dtype == torch.float32
-
-
-def test_equal_tables_are_rounded_each_by_itself():
-    tables = [
-        dataclasses.replace(TABLES[0], name=name, feature_names=("users",), pooling=pooling)
-        for name, pooling in (("one", "sum"), ("two", "sum"), ("three", "mean"))
-    ]
-    module = build(SGD(lr=0.001), tables)
-    with torch.no_grad():
-        for weight in module.table_weights():
-            weight.fill_(0.7)
-
-    for _ in range(30):
-        module(IDS).values().sum().backward()
-
-    one, two, three = (weight[[0, 3, 8]] for weight in module.table_weights())
-    assert not torch.equal(one, two)
-    assert not torch.equal(one, three)
-
-
-def test_gradients_left_to_torch_have_the_dtype_of_their_table():
-    module = build(None)
-
-    step(module)
-
-    assert [weight.grad.dtype for weight in module.table_weights()] == DTYPES
-
-
 def test_gradients_that_are_shown_have_the_dtype_of_their_table_and_add_up():
     module = build(SGD(lr=1.0), **AT_WILL)
 
@@ -181,19 +130,6 @@ def test_gradients_that_are_shown_have_the_dtype_of_their_table_and_add_up():
     assert torch.equal(gradients[1].to_dense(), (2 * counts).bfloat16().expand(5, 4))
 
 
-def test_torchs_optimizer_steps_rows_of_16_bits_without_ours():
-    module = build(None)
-    before = [weight.detach().clone() for weight in module.table_weights()]
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-
-    module(IDS).values().sum().backward()
-    optimizer.step()
-
-    counts = torch.bincount(IDS["users"].values(), minlength=9).unsqueeze(1)
-    expected = (before[0].float() - counts).bfloat16()
-    assert torch.equal(module.table_weights()[0], expected)
-
-
 def test_a_gradient_that_somebody_looked_at_moves_rows_in_float32():
     looked, other = (build(Adagrad(lr=0.1), **AT_WILL) for _ in range(2))
     for module in (looked, other):
@@ -204,65 +140,3 @@ def test_a_gradient_that_somebody_looked_at_moves_rows_in_float32():
         module.row_optimizer.step()
 
     assert same_rows(looked, other) == [True] * 4
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_a_bag_gives_its_tables_dtype_and_moves_its_rows(mode):
-    rows = torch.arange(18.0).view(6, 3).sin().to(torch.bfloat16)
-    ids = torch.tensor([[0, 3, 3], [4, 0, 2]])
-    bag, wide = (
-        HotColdEmbeddingBag.from_pretrained(
-            table, freeze=False, mode=mode, optimizer=SGD(lr=0.5), stochastic_rounding=False
-        )
-        for table in (rows.clone(), rows.float())
-    )
-
-    results = [module(ids) for module in (bag, wide)]
-    for result in results:
-        result.sum().backward()
-
-    assert results[0].dtype == bag.weight.dtype == torch.bfloat16
-    assert torch.equal(results[0], results[1].to(torch.bfloat16))
-    assert torch.equal(bag.weight, wide.weight.to(torch.bfloat16))
-
-
-def test_weights_of_a_bag_have_gradients_of_their_dtype():
-    bag = HotColdEmbeddingBag(5, 3, mode="sum", dtype=torch.bfloat16, optimizer=SGD(lr=0.5))
-    rows = bag.weight.detach().clone()
-    weights = torch.tensor([[0.5, 2.0]], dtype=torch.bfloat16, requires_grad=True)
-
-    bag(torch.tensor([[4, 1]]), per_sample_weights=weights).sum().backward()
-
-    assert torch.equal(weights.grad, rows[[4, 1]].float().sum(1).unsqueeze(0).to(torch.bfloat16))
-
-
-def test_a_model_converted_after_it_was_built_goes_on():
-    module = build(Adagrad(lr=0.1), TABLES[2:3])
-    module(IDS).values().sum().backward()
-
-    module.to(torch.bfloat16)
-    before = module.table_weights()[0].detach().clone()
-    module(IDS).values().sum().backward()
-
-    [weight] = module.table_weights()
-    assert weight.dtype == torch.bfloat16
-    assert not torch.equal(weight, before)
-    assert module.row_optimizer.state[weight]["momentum1"].dtype == torch.float32
-
-
-@each_optimizer
-def test_a_converted_model_trains_as_one_that_was_built_so(optimizer):
-    converted = build(optimizer, TABLES[2:3])
-    built = build(optimizer, [dataclasses.replace(TABLES[2], data_type="bf16")])
-    converted(IDS).values().sum().backward()
-    built.load_state_dict(converted.state_dict())
-    built.row_optimizer.load_state_dict(copy.deepcopy(converted.row_optimizer.state_dict()))
-
-    converted.to(torch.bfloat16)
-    for _ in range(3):
-        for module in (converted, built):
-            module(IDS).values().sin().sum().backward()
-
-    assert same_rows(converted, built) == [True]
-    states = [module.row_optimizer.state_dict()["state"] for module in (converted, built)]
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)

@@ -1,15 +1,9 @@
 """An evaluation under `torch.inference_mode` may be the first to look rows up."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from torch import nn
 
-import recsys
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.embedding import HotColdEmbedding
-from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings import SGD, Adagrad, HotColdEmbedding, HotColdEmbeddingBag
 
 FEW, MANY = torch.tensor([[0, 7]]), torch.arange(100).view(50, 2)
 
@@ -33,24 +27,3 @@ def test_training_goes_on_after_an_evaluation_in_inference_mode(kind, optimizer,
     assert torch.equal(evaluated.weight.detach(), other.weight.detach())
     with torch.inference_mode():
         assert torch.equal(evaluated(FEW), other(FEW))
-
-
-@pytest.mark.parametrize("cold_tier", [None, "host", "file"])
-def test_a_model_that_is_accelerated_in_inference_mode_trains(cold_tier, tmp_path):
-    options = {} if cold_tier is None else {"budget": 6000, "cold_tier": cold_tier}
-    if cold_tier == "file":
-        options["cold_path"] = tmp_path / "rows"
-
-    def trained(mode, options):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(400, 4))
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
-        with mode:
-            recsys.accelerate(model, optimizer=optimizer, **options, always=True)
-        for ids in (FEW, MANY, FEW):
-            optimizer.zero_grad()
-            model(ids).square().sum().backward()
-            optimizer.step()
-        return model.state_dict()["0.weight"]
-
-    assert torch.equal(trained(torch.inference_mode(), options), trained(nullcontext(), {}))

@@ -3,13 +3,7 @@ import math
 import pytest
 import torch
 
-from recsys.embeddings.optimizer import (
-    SGD,
-    Adagrad,
-    Adam,
-    PartialRowWiseAdam,
-    RowWiseAdagrad,
-)
+from recsys.embeddings import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from tests.exact.oracle import update_rows
 
 STATES = {
@@ -122,17 +116,3 @@ def test_partial_rowwise_adam_corrects_both_averages_and_then_adds_eps():
                 expected[row][d] -= 0.1 * corrected_first / (math.sqrt(corrected_second) + 0.3)
 
         torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_rows_that_were_not_looked_up_rest():
-    weight = torch.ones(5, 8, dtype=torch.float64)
-    ours = Adam(lr=0.1)
-    states = make_states(ours, weight)
-    update_rows(ours, weight, states, torch.tensor([2]), torch.ones(1, 8).double(), 1)
-    after_first, of_first = weight.clone(), [state.clone() for state in states]
-
-    update_rows(ours, weight, states, torch.tensor([4]), torch.ones(1, 8).double(), 2)
-
-    assert torch.equal(weight[2], after_first[2])
-    for state, before in zip(states, of_first, strict=True):
-        assert torch.equal(state[2], before[2])

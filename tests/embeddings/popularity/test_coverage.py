@@ -4,10 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import JaggedIds
-from recsys.datasets import BatchLoader, Store, SyntheticCriteo
+from recsys.datasets import Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile, TableConfig
 from recsys.embeddings.popularity import counts as counting
-from recsys.embeddings.popularity.counts import format_coverages
 from tests.stores import write_store
 
 
@@ -51,17 +50,6 @@ def test_coverage_is_what_looking_for_every_lookup_finds(store, nums_rows, cut, 
         assert vars(coverage) == pytest.approx(expected)
 
 
-def test_a_source_and_its_mini_batches_agree_on_lookups(store):
-    profile = PopularityProfile.count(store, range(1500))
-    test = store.splits["test"]
-
-    by_source = profile.coverage(50, store, test)
-    by_batches = profile.coverage(50, BatchLoader(store, "test", 32, shuffle=True))
-    by_ids = profile.coverage(50, [store.read(np.array(test)).sparse_features])
-
-    assert by_batches == by_ids == by_source
-
-
 def test_coverage_of_a_models_tables_is_measured_on_the_columns_of_their_features(store):
     tables = [
         TableConfig(name="t_3", num_embeddings=500, embedding_dim=4, feature_names=("cat_3",)),
@@ -76,21 +64,6 @@ def test_coverage_of_a_models_tables_is_measured_on_the_columns_of_their_feature
     batches = [store.read(np.arange(1500, 3000))]
     assert coverage == counted.coverage(40, batches)
     assert coverage.num_lookups == 3000
-
-
-def test_without_others_the_lookups_that_were_counted_are_measured(store):
-    profile = PopularityProfile.count(store)
-
-    assert profile.coverage(50).lookup_hit_rate == profile.coverage(50, store).lookup_hit_rate
-
-
-def test_rows_never_seen_are_not_hot_however_many_may_be(store):
-    profile = PopularityProfile.count(store, range(10))
-
-    coverage = profile.coverage(538, store, range(10, 3000))
-
-    assert coverage.num_rows == profile.num_rows_seen < 538
-    assert coverage.lookup_hit_rate < 1
 
 
 def test_a_sample_is_hot_when_all_its_lookups_are_and_when_it_has_none():
@@ -111,25 +84,6 @@ def torch_of(array):
     import torch
 
     return torch.from_numpy(array)
-
-
-def test_the_table_has_a_line_for_each_set(store):
-    profile = PopularityProfile.count(store, range(1500))
-
-    text = format_coverages(profile.coverages([5, 50], store, range(1500, 3000)), 200)
-
-    header, first, second = text.split("\n")
-    expected = profile.coverage(5, store, range(1500, 3000))
-    assert header.split("  ")[0] == "hot rows"
-    assert first.split() == [
-        "5",
-        "2.5%",
-        f"{expected.lookup_hit_rate:.1%}",
-        f"{expected.num_distinct_hot_rows / expected.num_distinct_rows:.1%}",
-        f"{expected.hot_sample_share:.1%}",
-    ]
-    assert second.split()[:2] == ["50", "25.0%"]
-    assert len({len(line) for line in (header, first, second)}) == 1
 
 
 def test_the_top_rows_of_the_first_half_serve_the_second_half_of_the_real_sample(kaggle_137k_store):

@@ -87,19 +87,6 @@ def test_everything_is_pinned_and_nothing_shared_where_everything_fits():
     assert nearly.shared_bytes == 54
 
 
-def test_rows_are_pinned_one_by_one_without_small_tables():
-    full = plan_hot_rows(profile_of(COUNTS), [A, B], FLOOR + 127, window_lookups=1, small_share=0)
-
-    found = []
-    for room in range(128):
-        now = pinned(full.retarget(FLOOR + room))
-        found += [
-            (name, row) for name, rows in now.items() for row in rows if (name, row) not in found
-        ]
-
-    assert found == [("a", 2), ("b", 1), ("a", 0), ("b", 2), ("a", 3)]
-
-
 def test_small_tables_are_pinned_whole_before_all_others():
     counts = {"small": [0, 1, 0], "large": [50] * 100}
     tables = [table("small", 3, 2), table("large", 100, 2)]
@@ -245,72 +232,6 @@ def test_a_plan_is_loaded_as_it_was_saved_and_can_be_made_for_another_budget(tmp
     assert PopularityProfile.load(tmp_path / "new" / "plan.npz").num_samples == 1500
 
 
-def test_a_plan_made_with_numbers_of_numpy_is_saved_like_one_without(tmp_path):
-    numbers = {"window_lookups": np.int64(3), "small_share": np.float32(0.25)}
-    plan = plan_hot_rows(profile_of(COUNTS), [A, B], 500, **numbers)
-
-    plan.save(tmp_path / "plan.npz")
-
-    assert HotPlan.load(tmp_path / "plan.npz").window_lookups == 3
-
-
-def test_coverage_of_later_samples_is_that_of_the_pinned_rows():
-    source = SyntheticCriteo(num_samples=3000, table_sizes=[30, 7, 1, 500])
-    tables = [table(name, size, 4) for name, size in source.table_sizes.items()]
-    profile = PopularityProfile.count(source, range(1500))
-    plan = plan_hot_rows(profile, tables, 10_000, window_lookups=20)
-
-    coverage = plan.coverage(source, range(1500, 3000))
-
-    rows_BF = source.read(np.arange(1500, 3000)).sparse_features.values().numpy().reshape(4, -1).T
-    is_hot = np.stack(
-        [np.isin(rows_BF[:, n], plan.pinned_rows(name)) for n, name in enumerate(plan.tables)], 1
-    )
-    assert 0 < coverage.hot_sample_share < 1
-    assert coverage.num_rows == plan.num_pinned
-    assert coverage.lookup_hit_rate == pytest.approx(is_hot.mean())
-    assert coverage.hot_sample_share == pytest.approx(is_hot.all(axis=1).mean())
-
-
-def test_the_budgets_of_the_table_double_what_is_above_the_floor():
-    sizes = {"a": 200_000, "b": 200_000}  # the row map is most of the least budget
-    tables = [
-        TableConfig(name=name, num_embeddings=size, embedding_dim=4, feature_names=(name,))
-        for name, size in sizes.items()
-    ]
-    counts = {name: [1 + row % 7 for row in range(10_000)] + [0] * 190_000 for name in sizes}
-    plan = plan_hot_rows(profile_of(counts), tables, 1_610_000, window_lookups=1, small_share=0)
-    assert plan.map_bytes > 0.99 * plan.floor_bytes
-
-    header, *lines = str(plan).split("\n")
-
-    assert header.split()[0] == "budget"
-    assert len(lines) == 6
-    hits = [float(line.split()[-2][:-1]) for line in lines]
-    assert hits == sorted(hits)
-    assert hits[0] < 25  # a sixteenth of the counted rows
-    assert hits[-1] == 100
-    assert len(set(hits)) == 6
-    found = plan.coverage()
-    share = found.num_distinct_hot_rows / found.num_distinct_rows
-    own = [f"{plan.num_pinned:,}", f"{found.lookup_hit_rate:.1%}", f"{share:.1%}"]
-    assert own in [line.split()[-3:] for line in lines]
-
-
-@pytest.mark.parametrize("budget", [FLOOR, 160, 271, 1000])
-def test_the_table_ends_at_everything_and_has_the_budget_of_the_plan_once(budget):
-    plan = plan_hot_rows(profile_of(COUNTS), [A, B], budget, window_lookups=1)
-
-    lines = [line.split() for line in str(plan).split("\n")[1:]]
-
-    budgets = [int(line[0]) for line in lines]
-    assert budgets == sorted(set(budgets))
-    assert budgets.count(budget) == 1
-    assert budgets[0] >= FLOOR
-    assert lines[-1][-1] == "100.0%"
-    assert budgets[-1] <= max(budget, plan.everything_bytes)
-
-
 @pytest.mark.parametrize("num_rows", [20_000, 60_000, 1_000_000])
 @pytest.mark.parametrize("num_counted", [1, 900])
 def test_a_line_of_the_table_is_of_the_budget_that_it_shows(num_rows, num_counted):
@@ -324,13 +245,6 @@ def test_a_line_of_the_table_is_of_the_budget_that_it_shows(num_rows, num_counte
     assert plan.budget_bytes in [parse_bytes(line[0]) for line in lines]
     for budget, _, num_pinned, *_ in lines:
         assert num_pinned == f"{plan.retarget(budget).num_pinned:,}"
-
-
-def test_a_plan_without_lookups_says_that_nothing_was_counted():
-    plan = plan_hot_rows(PopularityProfile({"a": 5, "b": 4}), [A, B], 200, window_lookups=1)
-
-    assert pinned(plan) == {"a": [], "b": []}
-    assert str(plan) == "no lookups were counted"
 
 
 @pytest.mark.parametrize(
@@ -351,11 +265,6 @@ def test_what_makes_no_sense_is_refused(more, message):
 def test_a_profile_of_other_tables_is_refused():
     with pytest.raises(ProfileError, match=r"table 'c' .* is not in the profile"):
         plan_hot_rows(profile_of(COUNTS), [A, table("c", 4, 6)], 500)
-
-
-def test_a_table_that_is_not_there_is_named():
-    with pytest.raises(KeyError, match="the plan has no table 'c'"):
-        plan_hot_rows(profile_of(COUNTS), [A, B], 500).pinned_rows("c")
 
 
 def test_a_profile_is_no_plan(tmp_path):

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.batch import Batch, JaggedIds
+from recsys.batch import JaggedIds
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile, TableConfig
 from recsys.embeddings.popularity import counts as counting
-from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, ProfileError
+from recsys.errors import ConfigError, IdOutOfRange, ProfileError
 from tests.stores import write_store
 
 SIZES = [30, 7, 1, 500]
@@ -82,18 +82,6 @@ def test_every_value_of_every_bag_counts_in_every_table_that_looks_it_up():
     assert profile.num_samples == 2
 
 
-def test_batches_of_torchrec_are_counted():
-    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
-    lengths, values = torch.tensor([2, 0, 1, 1]), torch.tensor([1, 1, 0, 2])
-    features = sparse.KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=lengths)
-    profile = PopularityProfile({"a": 2, "b": 3})
-
-    profile.add(Batch(torch.zeros(2, 0), features, torch.zeros(2)))
-
-    assert profile.counts("a").tolist() == [0, 2]
-    assert profile.counts("b").tolist() == [1, 0, 1]
-
-
 def test_a_batch_with_a_bad_id_is_not_counted_at_all():
     profile = PopularityProfile({"a": 4, "b": 3})
     profile.add(bags({"a": [[1], [2]], "b": [[0], [0]]}))
@@ -117,16 +105,6 @@ def test_a_bad_id_of_a_store_is_named_by_its_sample(source, tmp_path, monkeypatc
         PopularityProfile.count(Store(path), range(5, 3000))
 
 
-def test_offsets_that_are_no_bags_are_refused():
-    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
-    features = sparse.KeyedJaggedTensor(
-        keys=["a"], values=torch.tensor([0, 1]), offsets=torch.tensor([0, 3, 2])
-    )
-
-    with pytest.raises(MalformedBags, match="offsets"):
-        PopularityProfile({"a": 4}).add(features)
-
-
 def test_counts_grow_to_64_bits_before_they_overflow():
     counts = np.array([2**32 - 2, 0, 7], np.uint32)
     profile = PopularityProfile.from_about(PopularityProfile({"a": 3}).about(), counts)
@@ -138,17 +116,6 @@ def test_counts_grow_to_64_bits_before_they_overflow():
 
     assert profile.counts().tolist() == [2**32, 1, 7]
     assert profile.num_lookups == 2**32 + 8
-
-
-def test_ranked_rows_are_those_seen_most_popular_first_and_ties_in_order():
-    profile = PopularityProfile({"a": 4, "b": 3})
-    profile.add(bags({"a": [[3, 3, 0, 1]], "b": [[2, 2, 0]]}))
-
-    assert profile.ranked_rows().tolist() == [3, 6, 0, 1, 4]
-    assert profile.ranked_rows(num_rows=3).tolist() == [3, 6, 0]
-    assert profile.ranked_rows(num_rows=0).tolist() == []
-    assert profile.ranked_rows(num_rows=99).tolist() == [3, 6, 0, 1, 4]
-    assert profile.bases.tolist() == [0, 4]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(0, 45), st.data())
@@ -171,21 +138,6 @@ def test_a_few_ranked_rows_are_the_first_of_all_whatever_the_weights(counts, num
     expected = sorted(np.flatnonzero(keys), key=lambda row: (-keys[row], row))
     assert ranked.tolist() == expected
     assert profile.ranked_rows(num_rows, weights).tolist() == expected[:num_rows]
-
-
-def test_counts_of_features_become_those_of_a_models_tables(store):
-    profile = PopularityProfile.count(store)
-    tables = [
-        TableConfig(name="t_last", num_embeddings=500, embedding_dim=4, feature_names=("cat_3",)),
-        TableConfig(name="cat_1", num_embeddings=7, embedding_dim=8),
-    ]
-
-    found = profile.for_tables(tables)
-
-    assert found.table_sizes == {"t_last": 500, "cat_1": 7}
-    np.testing.assert_array_equal(found.counts("t_last"), profile.counts("cat_3"))
-    np.testing.assert_array_equal(found.counts("cat_1"), profile.counts("cat_1"))
-    assert found.num_samples == profile.num_samples
 
 
 def test_a_table_of_several_features_takes_the_sum_of_their_counts():
@@ -268,15 +220,3 @@ def test_samples_outside_of_the_source_are_refused(store):
     for samples in (range(3001), range(-1, 5), range(0, 10, 2)):
         with pytest.raises(ConfigError, match=r"must be a range of step 1 within \[0, 3000\)"):
             PopularityProfile.count(store, samples)
-
-
-def test_a_table_that_is_not_there_is_named():
-    with pytest.raises(KeyError, match="no table 'b'; it has"):
-        PopularityProfile({"a": 1}).counts("b")
-
-
-def test_counts_cannot_be_written_to():
-    profile = PopularityProfile({"a": 2})
-
-    with pytest.raises(ValueError, match="read-only"):
-        profile.counts("a")[0] = 1

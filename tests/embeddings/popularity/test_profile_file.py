@@ -37,53 +37,6 @@ def test_a_profile_is_loaded_as_it_was_saved_and_goes_on_counting(profile, tmp_p
     assert loaded.features == {"t": ("a", "b"), "u": ("a",)}
 
 
-def test_saving_replaces_a_file_and_leaves_nothing_beside_it(profile, tmp_path):
-    (tmp_path / "profile.npz").write_text("old")
-
-    profile.save(tmp_path / "profile.npz")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["profile.npz"]
-    assert PopularityProfile.load(tmp_path / "profile.npz").num_lookups == profile.num_lookups
-
-
-def test_a_save_that_fails_keeps_the_file_that_was_there(profile, tmp_path, monkeypatch):
-    file = tmp_path / "profile.npz"
-    profile.save(file)
-    before = file.read_bytes()
-
-    def fill_disk(stream, **arrays):
-        stream.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", fill_disk)
-    with pytest.raises(OSError, match="No space left"):
-        profile.save(file)
-
-    assert file.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_file_holds_no_pickle(profile, tmp_path):
-    profile.save(tmp_path / "profile.npz")
-
-    with np.load(tmp_path / "profile.npz", allow_pickle=False) as arrays:
-        kinds = {name: arrays[name].dtype for name in arrays.files}
-
-    assert kinds == {"meta": np.uint8, "counts": np.uint32, "sha256": np.uint8}
-
-
-def test_a_file_cut_off_anywhere_is_refused(profile, tmp_path):
-    file = tmp_path / "profile.npz"
-    profile.save(file)
-    whole = file.read_bytes()
-
-    for length in [0, 1, 3, 4, *range(10, len(whole), 37), len(whole) - 1]:
-        file.write_bytes(whole[:length])
-
-        with pytest.raises(ProfileError, match=r"profile.npz .*recsys profile STORE --out"):
-            PopularityProfile.load(file)
-
-
 def test_a_file_with_a_changed_byte_of_counts_is_refused(profile, tmp_path):
     file = tmp_path / "profile.npz"
     profile.save(file)
@@ -141,11 +94,6 @@ def test_an_archive_with_a_pickle_is_refused_unread(tmp_path):
 
     with pytest.raises(ProfileError, match="cannot be read as a profile"):
         PopularityProfile.load(tmp_path / "f.npz")
-
-
-def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.npz"):
-        PopularityProfile.load(tmp_path / "nowhere.npz")
 
 
 def test_a_folder_and_a_pipe_are_no_profiles(tmp_path):

@@ -26,9 +26,9 @@ def assert_equal_states(found, expected):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@pytest.mark.in_ci("167-19000", "160-None", "192-19000")
-@pytest.mark.parametrize("budget", [None, 19_000])
-@pytest.mark.parametrize("at", [4 * WINDOW, 4 * WINDOW + 7, 4 * WINDOW + LEAD, 5 * WINDOW - 3])
+@pytest.mark.parametrize(
+    ("at", "budget"), [(4 * WINDOW + 7, 19_000), (4 * WINDOW, None), (4 * WINDOW + LEAD, 19_000)]
+)
 def test_a_resumed_tracker_continues_to_the_bit(small, at, budget):
     """In the middle of a window, before flags change, when they change, and at a window's end."""
     settings = Staleness(**TRAITS)
@@ -103,25 +103,3 @@ def test_nothing_of_the_state_before_is_left(small, saved):
         assert not tracker.has_stale_rows
         tracker.load_state_dict(state)
         assert_equal_states(tracker.state_dict(), state)
-
-
-def test_a_tracker_that_was_reset_is_as_a_new_one(small, saved):
-    _, tracker, _ = saved
-    tracker.reset()
-    model = small.make_model()
-    settings = Staleness(**TRAITS)
-    new = StalenessTracker(model, settings, share=0.05)
-    other = saved[0]
-    other.load_state_dict(model.state_dict())
-    small.train(other, tracker, range(4 * WINDOW))
-    small.train(model, new, range(4 * WINDOW))
-    assert_equal_states(tracker.state_dict(), new.state_dict())
-
-
-def test_a_state_after_no_step_can_be_loaded(small):
-    states = []
-    for _ in range(2):
-        tracker = StalenessTracker(small.make_model(), Staleness(**TRAITS))
-        tracker.load_state_dict(tracker.state_dict())
-        states.append(tracker.state_dict())
-    assert_equal_states(*states)

@@ -9,10 +9,13 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    TableConfig,
+)
 from recsys.errors import ConflictingWrite
 
 NUM_ROWS, DIM = 400, 4
@@ -96,28 +99,6 @@ def test_a_collection_names_the_table_and_loads_tables_one_by_one(both):
     tiered(ids).values().sum().backward()
 
 
-def test_an_accelerated_model_names_the_module():
-    sizes = {"goods": (9, 2 * DIM), "users": (NUM_ROWS, DIM)}
-    model = nn.ModuleDict(
-        {name: nn.EmbeddingBag(*size, mode="sum", sparse=True) for name, size in sizes.items()}
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    kept = model["users"].weight.data
-    recsys.accelerate(model, optimizer=optimizer, budget=6000)
-    kept_since = model["users"].weight.data
-    model["users"](torch.arange(30).view(3, 10)).sum().backward()
-    optimizer.step()
-
-    kept_since.zero_()
-
-    assert kept.data_ptr() == kept_since.data_ptr()
-    with pytest.raises(ConflictingWrite, match="'users'"):
-        model["users"](torch.arange(30).view(3, 10))
-    with pytest.raises(ConflictingWrite, match="'users'"):
-        recsys.restore(model)
-    assert not model["goods"].groups()[0].released
-
-
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_state_written_to_in_place_counts_or_is_an_error(is_saved):
     modules = bags(Adagrad(lr=0.1))
@@ -139,41 +120,6 @@ def test_state_written_to_in_place_counts_or_is_an_error(is_saved):
     assert torch.equal(modules[0].weight, modules[1].weight)
     states = [module.row_optimizer.state_dict()["state"]["weight"] for module in modules]
     assert torch.equal(states[0]["momentum1"], states[1]["momentum1"])
-
-
-def test_a_step_refused_for_a_conflict_keeps_its_gradients_and_counts_no_step():
-    _, tiered = bags(Adagrad(lr=0.1), auto_apply=False)
-    train(tiered, num_steps=1)
-    tiered.row_optimizer.step()
-    kept = tiered.weight.detach()
-    train(tiered, num_steps=1, seed=1)
-    tiered.row_optimizer.step()
-    loss = tiered(torch.tensor([[3]])).sum()
-    kept.zero_()
-    loss.backward()
-
-    with pytest.raises(ConflictingWrite):
-        tiered.row_optimizer.step()
-
-    tiered.load_state_dict({"weight": torch.zeros(NUM_ROWS, DIM)})
-    tiered.row_optimizer.step()
-    assert tiered.weight[3].ne(0).all()
-
-
-def test_gradients_are_read_and_forgotten_after_a_conflict():
-    _, tiered = bags(auto_apply=False)
-    kept = tiered.weight.detach()
-    train(tiered)
-    tiered.row_optimizer.step()
-    train(tiered)
-    kept.zero_()
-
-    assert tiered.weight.grad is not None
-    tiered.weight.grad = None
-
-    tiered.load_state_dict({"weight": torch.ones(NUM_ROWS, DIM)})
-    tiered.row_optimizer.step()
-    assert tiered.weight.eq(1).all()
 
 
 READS = {
@@ -202,26 +148,6 @@ def test_reading_finds_the_newest_rows_and_leaves_them_in_fast_memory(read):
     for module in (resident, tiered):
         module(last).square().sum().backward()
     assert torch.equal(tiered.weight, resident.weight)
-
-
-def test_a_write_before_the_optimizers_state_is_loaded_counts():
-    models = []
-    for budget in (None, 6000):
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True)})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
-        ids = torch.arange(30).view(3, 10)
-        kept = model["users"].weight.detach()
-        for _ in range(2):
-            model["users"](ids).square().sum().backward()
-            optimizer.step()
-            state = optimizer.state_dict()
-            kept.mul_(2)
-            optimizer.load_state_dict(state)
-        models.append(model)
-
-    assert torch.equal(models[0]["users"].weight, models[1]["users"].weight)
 
 
 class Another(nn.Module):
@@ -294,23 +220,3 @@ def test_a_write_to_a_table_without_newer_rows_is_seen_by_its_next_lookup(keep):
     optimizer.step()
 
     assert model[0](ids).eq(0.25).all()
-
-
-@pytest.mark.parametrize("budget", ["10KiB", "10MiB"])
-@pytest.mark.parametrize("is_evaluated", [False, True])
-@pytest.mark.filterwarnings("ignore:budget=", "ignore:.*shared with other processes")
-def test_a_table_whose_memory_has_moved_is_found_by_its_next_lookup(budget, is_evaluated):
-    model, optimizer = many_bags(2, budget)
-    ids = torch.arange(8, 20)
-    offsets = torch.arange(0, 12, 3)
-    sum(bag(ids, offsets).sum() for bag in model).backward()
-    optimizer.step()
-    other = model[1](ids, offsets).detach().clone()
-
-    model[0].weight.share_memory_()
-    with torch.no_grad():
-        assert torch.equal(model[1](ids, offsets), other)
-        model[0].weight.fill_(0.25)
-    with torch.set_grad_enabled(not is_evaluated):
-        assert model[0](ids, offsets).eq(0.25).all()
-        assert torch.equal(model[1](ids, offsets), other)

@@ -2,13 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
-import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import Adam
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4),
@@ -83,54 +79,3 @@ def test_state_corrected_gives_the_step_that_was_refused(optimizer_with_state, t
         each.row_optimizer.step()
 
     assert_same(module, expected)
-
-
-def test_a_pass_after_one_whose_update_was_refused_is_a_pass_of_its_own():
-    module, expected = (build(Adam(lr=0.1), auto_apply=True) for _ in range(2))
-    [settings] = module.row_optimizer.param_groups
-    settings["betas"] = (2.0, 0.0)
-
-    with pytest.raises(ValueError, match="betas"):
-        backward(module)
-    settings["betas"] = (0.9, 0.999)
-    for each in (module, expected):
-        backward(each)
-
-    assert_same(module, expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.Adagrad, {"eps": -1.0}),
-        (torch.optim.SparseAdam, {"weight_decay": 0.1}),
-    ],
-    ids=["SGD", "Adagrad", "SparseAdam"],
-)
-def test_settings_of_torchs_optimizer_corrected_give_the_step_that_was_refused(kind, wrong):
-    def build():
-        torch.manual_seed(0)
-        model = nn.ModuleList([nn.EmbeddingBag(5, 4, mode="sum", sparse=True)])
-        optimizer = kind(list(model.parameters()), lr=0.1)
-        recsys.accelerate(model, optimizer=optimizer, always=True)
-        return model, optimizer
-
-    (model, optimizer), (expected, its_optimizer) = build(), build()
-    for each in (model, expected):
-        each[0](torch.tensor([[0, 3, 3]])).square().sum().backward()
-    [settings] = optimizer.param_groups
-    right = {name: settings[name] for name in wrong if name in settings}
-
-    settings.update(wrong)
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        optimizer.step()
-    for name in wrong:
-        del settings[name]
-    settings.update(right)
-    for each in (optimizer, its_optimizer):
-        each.step()
-
-    assert torch.equal(model[0].weight, expected[0].weight)
-    states = [each.state_dict()["state"] for each in (optimizer, its_optimizer)]
-    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)

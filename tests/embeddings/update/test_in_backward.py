@@ -6,12 +6,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import recsys
 from recsys.embeddings import (
     SGD,
+    Adagrad,
     HotColdEmbeddingBag,
     HotColdEmbeddingBagCollection,
-    HotColdEmbeddingCollection,
+    PartialRowWiseAdam,
 )
-from recsys.embeddings.optimizer import Adagrad, PartialRowWiseAdam
-from recsys.errors import BudgetTooSmall
 
 INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
 
@@ -60,18 +59,6 @@ def test_a_marked_bag_trains_on_by_its_mark_and_from_its_state(name):
     torch.testing.assert_close(ours.weight.detach(), plain.weight.detach(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:table .* gradient has all rows")
-def test_what_reaches_the_table_otherwise_is_part_of_the_one_update():
-    plain, taken = marked("adagrad"), marked("adagrad")
-    ours = HotColdEmbeddingBag.from_torch(taken)
-
-    for module in (plain, ours):
-        loss = module(INDICES, OFFSETS).square().sum() + module.weight.square().sum()
-        loss.backward()
-
-    torch.testing.assert_close(ours.weight.detach(), plain.weight.detach(), rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("name", MARKS)
 def test_accelerate_reads_marks_once_and_restore_leaves_rows_without_an_optimizer(name):
     plain, model = (nn.ModuleList([marked(name), nn.Linear(2, 2)]) for _ in range(2))
@@ -94,43 +81,9 @@ def test_accelerate_reads_marks_once_and_restore_leaves_rows_without_an_optimize
     assert recsys.accelerate(model, optimizer=other, always=True).replacements
 
 
-def test_a_marked_collection_without_pooling_is_updated_by_ours_alone():
-    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-    table = torchrec.modules.embedding_configs.EmbeddingConfig(
-        name="t", num_embeddings=9, embedding_dim=4, feature_names=["f"]
-    )
-    taken = torchrec.EmbeddingCollection(tables=[table])
-    _apply_optimizer_in_backward(torch.optim.SGD, taken.parameters(), {"lr": 0.5})
-
-    ours = HotColdEmbeddingCollection.from_torchrec(taken)
-    before = ours.embeddings["t"].weight.detach().clone()
-    taken.embeddings["t"].weight.sum().backward()
-
-    assert torch.equal(ours.embeddings["t"].weight, before)
-
-
-def test_a_rate_is_set_in_the_row_optimizer():
-    model = nn.ModuleList([marked("sgd")])
-    row_optimizer = recsys.accelerate(model).row_optimizer
-    row_optimizer.param_groups[0]["lr"] = 0.0
-    before = model[0].weight.detach().clone()
-
-    train(model[0])
-
-    assert torch.equal(model[0].weight, before)
-
-
 def test_an_optimizer_besides_the_mark_is_refused():
     with pytest.raises(ValueError, match=r"optimizer= must be None, got SGD; leave out one"):
         HotColdEmbeddingBag.from_torch(marked("adagrad"), optimizer=SGD(lr=0.1))
-
-
-def test_two_optimizers_on_one_table_are_refused():
-    module = marked("sgd")
-    _apply_optimizer_in_backward(torch.optim.SGD, [module.weight], {"lr": 0.2})
-
-    with pytest.raises(ValueError, match=r"one optimizer may update its rows.*\['SGD', 'SGD'\]"):
-        HotColdEmbeddingBag.from_torch(module)
 
 
 @pytest.mark.parametrize(
@@ -205,27 +158,6 @@ def test_torchrecs_marks_are_the_collections_optimizer():
         torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:table .* gradient has all rows")
-def test_a_marked_collection_that_is_used_on_leaves_its_gradient_to_ours():
-    kind, settings, _ = MARKS["adagrad"]
-    plain, taken = collection(), collection()
-    _apply_optimizer_in_backward(kind, plain.parameters(), settings)
-    _apply_optimizer_in_backward(kind, taken.parameters(), settings)
-    before = [weight.detach().clone() for weight in taken.parameters()]
-
-    ours = HotColdEmbeddingBagCollection.from_torchrec(taken)
-    taken(kjt()).values().square().sum().backward()
-    between = [weight.detach().clone() for weight in taken.parameters()]
-    ours(kjt()).values().square().sum().backward()
-    (2 * plain(kjt()).values().square().sum()).backward()
-
-    for old, unmoved, mine, theirs in zip(
-        before, between, ours.parameters(), plain.parameters(), strict=True
-    ):
-        assert torch.equal(old, unmoved)
-        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "formula"),
     [
@@ -274,14 +206,3 @@ def test_marks_must_be_alike():
 
     with pytest.raises(ValueError, match=r"tables 'users' and 'goods': .* the same optimizer"):
         HotColdEmbeddingBagCollection.from_torchrec(theirs)
-
-
-def test_a_budget_that_is_refused_leaves_a_marked_model_as_it_was():
-    plain, model = (nn.ModuleList([marked("adagrad", num_rows=100)]) for _ in range(2))
-
-    with pytest.raises(BudgetTooSmall):
-        recsys.accelerate(model, budget=10)
-
-    for each in (plain, model):
-        train(each[0])
-    assert torch.equal(model[0].weight, plain[0].weight)

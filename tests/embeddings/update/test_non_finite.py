@@ -6,10 +6,14 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adam, RowWiseAdagrad
-from recsys.embeddings.table import TableConfig
+from recsys.embeddings import (
+    SGD,
+    Adam,
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    RowWiseAdagrad,
+    TableConfig,
+)
 from recsys.errors import NonFiniteGradient, TrainingDiverged
 
 IDS = torch.tensor([[0, 1], [1, 2]])
@@ -54,10 +58,14 @@ def test_only_rows_with_a_finite_gradient_are_updated_and_training_goes_on(
         assert torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(value))
 
 
-@pytest.mark.in_ci("optimizer0-dtype0", "optimizer0-dtype1-7", "optimizer1-dtype2-33")
-@pytest.mark.parametrize("dim", [1, 7, 8, 16, 24, 33])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1)])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "dim"),
+    [
+        *((SGD(lr=0.1), torch.float32, dim) for dim in (1, 7, 8, 16, 24, 33)),
+        (SGD(lr=0.1), torch.float64, 7),
+        (RowWiseAdagrad(lr=0.1), torch.bfloat16, 33),
+    ],
+)
 def test_every_column_counts(dim, dtype, optimizer):
     for column in range(dim):
         module = HotColdEmbeddingBag(3, dim, dtype=dtype, optimizer=optimizer)
@@ -71,18 +79,6 @@ def test_every_column_counts(dim, dtype, optimizer):
 
         is_updated = (module.weight != before).any(1)
         assert is_updated.tolist() == [True, False, True]
-
-
-def test_an_update_in_backward_is_refused_as_well():
-    module = bag(SGD(lr=0.1))
-    before = module.weight.detach().clone()
-
-    with pytest.raises(NonFiniteGradient):
-        (module(IDS).sum() * float("nan")).backward()
-
-    assert torch.equal(module.weight, before)
-    module(IDS).sum().backward()
-    assert not torch.equal(module.weight, before)
 
 
 @pytest.mark.threads
@@ -123,30 +119,6 @@ def test_finite_gradients_whose_squares_overflow_are_taken():
     assert torch.equal(module.weight, bag(SGD(lr=0.1)).weight)  # a step over inf is 0
 
 
-@pytest.mark.parametrize("value", BAD[1:])
-def test_a_weight_that_is_not_finite_counts_too(value):
-    module = bag(SGD(lr=0.1))
-    before = module.weight.detach().clone()
-    weights = torch.tensor([[1.0, 1.0], [value, 1.0]])
-
-    with pytest.raises(NonFiniteGradient, match="row 1 "):
-        module(IDS, None, weights).backward(torch.ones(2, 4))
-
-    assert torch.equal(module.weight[1:2], before[1:2])
-
-
-@pytest.mark.filterwarnings("ignore:table .* gradient has all rows")
-@pytest.mark.parametrize("make", [lambda g: g, lambda g: g.to_sparse(1)])
-def test_a_gradient_that_a_user_leaves_at_the_table_counts_too(make):
-    module = bag(SGD(lr=0.1), auto_apply=False)
-    gradient = torch.ones(50, 4)
-    gradient[7, 1] = float("inf")
-    module.weight.grad = make(gradient)
-
-    with pytest.raises(NonFiniteGradient):
-        module.row_optimizer.step()
-
-
 def test_an_accelerated_models_dense_part_is_not_updated_either():
     torch.manual_seed(0)
     model = nn.ModuleDict(
@@ -181,15 +153,3 @@ def test_the_gradient_of_an_empty_bag_may_be_anything():
 
     assert plain.weight.isfinite().all()
     torch.testing.assert_close(module.weight, plain.weight)
-
-
-@pytest.mark.filterwarnings("ignore:tables .* were used in cold memory")
-def test_on_a_tight_budget_training_goes_on_after_an_update_in_backward_was_refused():
-    module = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.1), budget=1400)
-    ids = torch.arange(8).view(2, 4)
-
-    for first in range(0, 80, 8):
-        with pytest.raises(NonFiniteGradient) as raised:
-            (module(ids + first).sum() * float("nan")).backward()
-        assert raised.value.args
-        module(ids + first).sum().backward()

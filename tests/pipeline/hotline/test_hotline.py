@@ -16,43 +16,7 @@ from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.errors import TiersFailed
 from recsys.pipeline import Hotline, Sequential, TrainPipeline
 
-HALVES = Hotline(learning_steps=3)
-
 MiniBatch = namedtuple("MiniBatch", "ids labels")
-
-
-class Bags(nn.Module):
-    """Bags of float64, so that only what is wrong differs; (B, 3) ids each."""
-
-    def __init__(self, sizes, dims, optimizer, budgets, *, auto_apply):
-        super().__init__()
-        torch.manual_seed(0)
-        self.bags = nn.ModuleList(
-            HotColdEmbeddingBag(
-                size,
-                dim,
-                mode="sum",
-                optimizer=optimizer,
-                auto_apply=auto_apply,
-                budget=budget,
-                dtype=torch.float64,
-            )
-            for size, dim, budget in zip(sizes, dims, budgets, strict=True)
-        )
-        self.layer = nn.Linear(sum(dims), 1, dtype=torch.float64)
-
-    def forward(self, batch):
-        pooled = torch.cat([bag(ids) for bag, ids in zip(self.bags, batch.ids, strict=True)], 1)
-        predictions = self.layer(pooled).squeeze(1)
-        loss = nn.functional.mse_loss(predictions, batch.labels)
-        return loss, {"predictions": predictions.detach(), "loss": loss.detach()}
-
-    def row_optimizers(self):
-        return [bag.row_optimizer for bag in self.bags]
-
-
-def ids_of(batch):
-    return {f"bags.{number}": ids for number, ids in enumerate(batch.ids)}
 
 
 def make_batch(sizes, seed, share):
@@ -288,19 +252,6 @@ def test_layers_that_look_across_samples_or_draw_are_named(tiered, layer, messag
         TrainPipeline(model, dense, schedule=Hotline())
 
 
-@pytest.mark.filterwarnings("ignore:schedule. it is not known")
-def test_a_mini_batch_of_which_nothing_tells_all_ids_stays_whole():
-    batches = [make_batch((300, 200), seed, 0.3) for seed in range(8)]
-    model = Bags((300, 200), (4, 4), SGD(lr=0.02), [6000, 6000], auto_apply=False)
-    dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
-    pipeline = TrainPipeline(
-        model, dense, schedule=HALVES, ids=lambda batch: {"bags.0": batch.ids[0]}
-    )
-
-    assert len(list(pipeline.steps(batches))) == 8
-    assert pipeline.popular_split.num_split == 0
-
-
 def test_lookups_of_different_numbers_of_bags_stay_whole_and_a_warning_says_so():
     class Ranker(nn.Module):
         def __init__(self):
@@ -318,7 +269,7 @@ def test_lookups_of_different_numbers_of_bags_stay_whole_and_a_warning_says_so()
     pipeline = TrainPipeline(
         Ranker(),
         None,
-        schedule=HALVES,
+        schedule=Hotline(learning_steps=3),
         ids=lambda batch: {"items": [batch.ids[0], batch.ids[1].reshape(-1, 1)]},
     )
 

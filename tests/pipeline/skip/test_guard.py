@@ -120,17 +120,6 @@ def test_a_harm_that_comes_back_with_skipping_stops_it():
     assert guard.factor_of(10_080) == 0.0
 
 
-def test_a_change_that_is_not_due_to_skipping_lowers_it_once():
-    guard, stream = QualityGuard(FEW), Stream()
-    lower(guard, stream)
-
-    stream.noise = 0.55  # also without skipping, and from now on
-    for index in range(5, 12):
-        stream.window(guard, index)
-
-    assert [each["factor"] for each in guard.decisions] == [0.5, 1.0]
-
-
 @pytest.mark.filterwarnings("ignore:guard")
 @pytest.mark.parametrize("logit", [-40.0, -1e200, 40.0, 1e200])
 def test_a_model_that_collapses_stops_skipping(logit):

@@ -1,9 +1,7 @@
 import errno
 import os
-import pickle
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -48,25 +46,6 @@ def test_a_new_process_loads_the_cached_code_of_each_signature(cache_folder):
     assert [second(21), second(1.5)] == [42, 3.0]
     assert sum(second.stats.cache_hits.values()) == 2
     assert not second.stats.cache_misses
-
-
-GONE = b"cno_such_module\nNoSuchClass\n."  # a pickle of a class that does not exist
-
-
-@pytest.mark.parametrize("kind", ["nbc", "nbi"])
-@pytest.mark.parametrize("content", [GONE, b"", b"\x80", pickle.dumps(7)])
-def test_cached_code_that_cannot_be_read_is_compiled_again(cache_folder, content, kind):
-    jit.kernel(_doubled)(21)
-    files = list(cache_folder.rglob(f"*.{kind}"))
-    for file in files:
-        file.write_bytes(content)
-
-    compiled = jit.kernel(_doubled)
-
-    assert files
-    assert compiled(21) == 42
-    assert sum(compiled.stats.cache_misses.values()) == 1
-    assert all(file.read_bytes() != content for file in files)
 
 
 PART = "from recsys._support.jit import inlined_part\n@inlined_part\ndef part(n): return {}\n"
@@ -233,18 +212,6 @@ def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two()
         torch.set_num_threads(before)
 
     assert numbers.tolist() == [22, 22, 22]
-
-
-@pytest.mark.serial
-def test_a_thread_that_works_alone_runs_kernels_by_itself(monkeypatch):
-    doubled = jit.parallel_kernel(_doubled)
-    monkeypatch.setattr(doubled, "_parallel", lambda *_: "shared")
-    monkeypatch.setattr(jit, "get_num_threads", lambda: 2)
-    numbers = np.arange(3.0)
-
-    with ThreadPoolExecutor(1, initializer=jit.work_alone) as alone, ThreadPoolExecutor(1) as other:
-        assert alone.submit(doubled, numbers).result().tolist() == [0.0, 2.0, 4.0]
-        assert other.submit(doubled, numbers).result() == "shared"
 
 
 def _doubled(numbers):

@@ -12,33 +12,13 @@ from recsys._support.torch_compat import (
     MODULE_HOOKS,
     NO_PASS,
     active_ddp_module,
-    are_functorch_transforms_active,
     current_pass,
     current_stream_number,
     has_gradient_hooks,
-    is_graph_kept,
     is_node_in_pass,
     not_compiled,
-    plain_data,
-    plain_grad,
     queue_callback,
-    set_plain_data,
-    set_plain_grad,
 )
-
-
-class Hiding(nn.Parameter):
-    @property
-    def grad(self):
-        raise AssertionError("torch's is meant")
-
-    @property
-    def data(self):
-        raise AssertionError("torch's is meant")
-
-    @property
-    def requires_grad(self):
-        raise AssertionError("torch's is meant")
 
 
 class Probe(torch.autograd.Function):
@@ -72,19 +52,6 @@ def test_a_function_that_is_not_compiled_breaks_the_graph():
 
     assert found.tolist() == [9, 9]
     assert seen == [False]
-
-
-def test_attributes_that_a_subclass_hides_are_read_and_set():
-    hiding = Hiding(torch.zeros(2))
-    gradient, rows = torch.ones(2), torch.full((2,), 3.0)
-
-    set_plain_grad(hiding, gradient)
-    set_plain_data(hiding, rows)
-
-    assert plain_grad(hiding) is gradient
-    assert plain_data(hiding).data_ptr() == rows.data_ptr()
-    set_plain_grad(hiding, None)
-    assert plain_grad(hiding) is None
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -123,15 +90,6 @@ def test_a_pass_knows_which_nodes_it_runs():
     assert found == [True, False]
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_a_pass_knows_whether_its_graph_is_kept(is_kept):
-    found = []
-
-    in_backward(lambda: found.append(is_graph_kept()), retain_graph=is_kept)
-
-    assert found == [is_kept]
-
-
 def test_a_callback_comes_once_after_the_whole_pass():
     happened = []
     values = torch.ones(1, requires_grad=True)
@@ -143,19 +101,6 @@ def test_a_callback_comes_once_after_the_whole_pass():
     Probe.apply(queue, values).sum().backward()
 
     assert happened == ["gradient", "callback"]
-
-
-def test_transforms_are_seen():
-    found = []
-
-    def look(values):
-        found.append(are_functorch_transforms_active())
-        return values + 1
-
-    look(torch.ones(1))
-    torch.func.vmap(look)(torch.ones(3))
-
-    assert found == [False, True]
 
 
 @pytest.mark.usefixtures("process_group")

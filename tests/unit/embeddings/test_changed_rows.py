@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recsys.embeddings.optimizer import SGD, Adam, PartialRowWiseAdam
+from recsys.embeddings import SGD, Adam, PartialRowWiseAdam
 from recsys.embeddings.rows.grads import bind_table
 from recsys.embeddings.update import changed_rows
 from recsys.embeddings.update.changed_rows import ChangedRows, rows_of

@@ -22,7 +22,7 @@ from recsys.embeddings.lookup.inputs import LEFT_OUT, read_ids
 from recsys.embeddings.rows.bags import Bags
 from recsys.embeddings.rows.tables import TableGroup
 from recsys.embeddings.tiers.write_back import write_back
-from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, NonFiniteGradient
+from recsys.errors import IdOutOfRange, MalformedBags, NonFiniteGradient
 from tests.unit.embeddings.model import TOO_MANY_ROWS, Tables
 
 pytest.importorskip("triton")
@@ -257,12 +257,6 @@ def test_tables_that_get_a_budget_move_to_the_memory_of_the_host(
     model(IDS.view(4, 2).to(triton_device)).sum().backward()
     assert torch.equal(before - IDS.bincount(minlength=7).view(7, 1), model[0].weight.detach())
     assert pages_of(model[0].weight) is not None
-
-
-def test_a_table_on_a_device_has_no_files(tmp_path):
-    how = {"optimizer": SGD(lr=1.0), "budget": "1KiB", "cold_tier": "file", "cold_path": tmp_path}
-    with pytest.raises(ConfigError, match=r"cold_tier='file' is for tables .* got device='cuda'"):
-        HotColdEmbeddingBag(70, 4, device="cuda", **how)
 
 
 def test_a_module_is_on_the_device_that_was_asked_for(monkeypatch):

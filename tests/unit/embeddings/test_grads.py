@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings import SGD, Adagrad
 from recsys.embeddings.rows.grads import bind_table
 from tests.unit.embeddings.model import Tables, are_equal
 
@@ -51,18 +51,6 @@ def by_torch(tables, factor=1.0, *, has_weights=False, is_sparse=True):
     whole = torch.cat(pooled, dim=1)
     (whole * torch.arange(whole.numel()).view(whole.shape) * factor).sum().backward()
     return [weight.grad for weight in weights]
-
-
-@pytest.mark.parametrize("is_sparse", [True, False])
-@pytest.mark.parametrize(("is_mean", "has_weights"), [(False, False), (True, False), (False, True)])
-def test_a_grad_is_that_of_torch(is_sparse, is_mean, has_weights):
-    tables = made(is_sparse=is_sparse, is_mean=is_mean, dtype=torch.float64)
-    backward(tables, has_weights=has_weights)
-    expected = by_torch(tables, has_weights=has_weights, is_sparse=is_sparse)
-    for weight, gradient in zip(tables.weights, expected, strict=True):
-        assert weight.grad.is_sparse == is_sparse
-        torch.testing.assert_close(weight.grad.to_dense(), gradient.to_dense())
-        assert weight.grad is weight.grad
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])

@@ -11,133 +11,23 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from recsys.embeddings.kernels.cpu import claim as claims
-from recsys.embeddings.kernels.cpu import lookup as lookup_kernels
-from recsys.embeddings.kernels.cpu import update as update_kernels
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings import SGD, Adagrad, Adam
 from recsys.embeddings.tiers.budget import give_slots
 from recsys.embeddings.tiers.fetch import Fetcher
 from recsys.embeddings.tiers.file_store import ColdFiles
 from recsys.embeddings.tiers.queue import TransferQueue
 from recsys.embeddings.tiers.transfer import Transfer
 from recsys.errors import (
-    BudgetTooSmall,
     ColdTierError,
     ConflictingWrite,
-    IdOutOfRange,
     MalformedBags,
     TiersFailed,
 )
 from tests.unit.embeddings.model import TOO_MANY_ROWS, Tables, are_equal
 
-FORMULAS = [
-    SGD(lr=0.5),
-    Adagrad(lr=0.1),
-    RowWiseAdagrad(lr=0.1),
-    Adam(lr=0.1),
-    PartialRowWiseAdam(lr=0.1),
-]
-ACTIONS = ["train", "accumulate", "evaluate", "claim", "drop", "fail", "write back", "save", "pin"]
 pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
-
-
-class Twins:
-    """Resident and tiered tables that do the same, in an order that chance gives."""
-
-    def __init__(self, seed, folder=None, device=None):
-        self.rng = rng = random.Random(seed)
-        sizes = [rng.choice([1, 3, 17, 60, 200]) for _ in range(rng.randint(1, 4))]
-        features = [rng.randrange(len(sizes)) for _ in range(rng.randint(1, 4))]
-        dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
-        share = rng.choice([0, 0.02, 0.1, 0.25, 0.5, 1])
-        self.sizes, self.features = sizes, features
-        make = {"dtype": dtype, "is_mean": rng.random() < 0.3, "device": device}
-        rest = sizes, features, rng.choice([16, 5]), rng.choice(FORMULAS)
-        self.resident = Tables(*rest, **make)
-        num_slots = max(1, int(share * sum(sizes)))
-        planned = range(min(5, sum(sizes))) if rng.random() < 0.3 else ()
-        self.tiered = Tables(*rest, **make, num_slots=num_slots, folder=folder, planned=planned)
-        self.both = self.resident, self.tiered
-        self.generator = torch.Generator().manual_seed(seed)
-        self.window = []  # mini-batches whose rows are claimed
-
-    def input(self):
-        rng, num_samples = self.rng, self.rng.choice([1, 2, 7, 24])
-        lengths = [
-            1 if rng.random() < 0.5 else rng.randint(0, 3)
-            for _ in range(num_samples * len(self.features))
-        ]
-        is_one_hot = rng.random() < 0.5
-        ids = []
-        for place, table in enumerate(self.features):
-            count = num_samples
-            if not is_one_hot:
-                count = sum(lengths[place * num_samples : (place + 1) * num_samples])
-            ids += [int(self.sizes[table] * rng.random() ** 3) for _ in range(count)]
-        dtype = rng.choice([torch.int32, torch.int64])
-        offsets = None
-        if not is_one_hot:
-            offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1].to(dtype)
-        weights = torch.rand(len(ids), generator=self.generator) if rng.random() < 0.2 else None
-        return self.resident.bags(torch.tensor(ids, dtype=dtype), offsets, weights)
-
-    def forward(self, bags):
-        found = [tables(bags) for tables in self.both]
-        assert torch.equal(*found)
-        return found
-
-    def backward(self, found):
-        factors = torch.randn(found[0].shape, generator=self.generator).to(found[0].dtype)
-        for pooled in found:
-            (pooled * factors).sum().backward()
-
-    def step(self):
-        for tables in self.both:
-            tables.optimizer.step()
-
-    def next_input(self):
-        """The oldest mini-batch of the window; a new one if there is none."""
-        if not self.window:
-            return self.input()
-        bags, claimed = self.window.pop(0)
-        self.tiered.fetcher.begin(claimed)
-        return bags
-
-    def act(self, action):
-        if action == "claim":
-            bags = self.input()
-            self.window.append((bags, self.tiered.claim_ahead(bags)))
-        elif action == "drop":
-            self.window = self.window[1:]
-        elif action == "evaluate":
-            with torch.no_grad():
-                self.forward(self.input())
-        elif action == "write back":
-            assert are_equal(*self.both)
-        elif action == "save":
-            for tables in self.both:
-                tables.optimizer.load_state_dict(tables.optimizer.state_dict())
-        elif action == "pin":
-            self.tiered.fetcher.pin_popular(self.tiered.group.num_slots // 2)
-        elif action == "fail":
-            self.forward(self.next_input())
-            for tables in self.both:
-                tables.optimizer.zero_grad()
-        else:
-            for _ in range(1 if action == "train" else 2):
-                self.backward(self.forward(self.next_input()))
-                if action != "train" and self.rng.random() < 0.5:
-                    self.act("claim")
-            self.step()
-
-
-@pytest.fixture(scope="module")
-def folder_of_files(tmp_path_factory):
-    return tmp_path_factory.mktemp("files")
 
 
 @pytest.fixture
@@ -151,53 +41,6 @@ def late_transfers(monkeypatch):
         run(self, is_alone=is_alone)
 
     monkeypatch.setattr(Transfer, "run", run_late)
-
-
-@settings(max_examples=60)
-@given(
-    st.integers(0, 2**20),
-    st.lists(st.sampled_from(["train", "claim", *ACTIONS]), min_size=3, max_size=25),
-    st.booleans(),
-)
-def test_tiers_change_no_bit(folder_of_files, seed, actions, has_files):
-    twins = Twins(seed, folder_of_files if has_files else None)
-    for action in actions:
-        twins.act(action)
-    assert are_equal(*twins.both)
-
-
-@settings(max_examples=6)
-@given(
-    st.integers(0, 2**20),
-    st.lists(st.sampled_from(["train", "claim", *ACTIONS]), min_size=3, max_size=12),
-)
-def test_tiers_on_a_device_change_no_bit(seed, actions):
-    """In the interpreter; on a GPU, `test_device_tables` has mini-batches there."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here")
-    twins = Twins(seed, device=torch.device("cpu"))
-    for action in actions:
-        twins.act(action)
-    assert are_equal(*twins.both)
-
-
-@pytest.mark.threads
-def test_two_threads_change_no_bit(monkeypatch):
-    before = torch.get_num_threads()
-    monkeypatch.setattr(lookup_kernels, "MIN_SHARED_BYTES", 0)
-    monkeypatch.setattr(update_kernels, "MIN_SHARED_BYTES", 0)
-    monkeypatch.setattr(claims, "_MIN_SHARED_IDS", 0)
-    monkeypatch.setattr("recsys.embeddings.kernels.cpu.move._MIN_SHARED_ROWS", 0)
-    torch.set_num_threads(2)
-    try:
-        for seed in range(5):
-            twins = Twins(seed)
-            for action in ["claim", "claim", "train", "claim", "train", "evaluate", "train"] * 3:
-                twins.act(action)
-            assert are_equal(*twins.both)
-    finally:
-        torch.set_num_threads(before)
 
 
 def pair(num_slots=4, formula=SGD(lr=1.0), num_rows=20, device=None):  # noqa: B008
@@ -377,17 +220,6 @@ def test_an_interrupt_at_any_moment_loses_no_row():
     assert num_interrupts > 20
 
 
-def test_bad_ids_leave_rows_as_they_were():
-    both = pair()
-    both[1].fetcher.begin(both[1].claim_ahead(ids(both, 1, 2, 25, -1)))
-    for tables in both:
-        for bad in (25, -1):
-            with pytest.raises(IdOutOfRange, match=f"id {bad}"):
-                tables(ids(both, 1, 2, bad))
-    train(both, 1, 2, 3)
-    assert are_equal(*both)
-
-
 def test_offsets_that_lie_leave_rows_as_they_were():
     tables = Tables([100] * 4, [0, 1, 2, 3], 16, SGD(lr=0.0), num_slots=300)
     before = torch.cat([weight.detach().clone() for weight in tables.weights], dim=1)
@@ -396,16 +228,6 @@ def test_offsets_that_lie_leave_rows_as_they_were():
     tables.train(tables.bags(torch.arange(100).repeat(4)))
     with torch.no_grad():
         assert torch.equal(tables(tables.bags(torch.arange(100).repeat(4))), before)
-
-
-def test_a_table_without_state_moves_beside_one_with_state():
-    both = [Tables([10, 30_000], [0, 1], 16, Adagrad(lr=0.1), num_slots=n) for n in (None, 8)]
-    for tables in both:
-        tables.weights[1].requires_grad_(False)
-    for first in range(0, 30_000, 5_000):
-        for tables in both:
-            tables.train(tables.bags(torch.tensor([1, 2, first, first + 7])))
-    assert are_equal(*both)
 
 
 def test_a_mini_batch_larger_than_the_slots_trains(device):
@@ -483,27 +305,6 @@ def test_samples_with_a_row_that_is_not_pinned_are_known(has_offsets, device):
         asked, offsets = asked[1:], torch.cat([torch.tensor([0, 0]), torch.arange(1, 11)])
     missing = tables.fetcher.unpinned_samples(tables.lookups, tables.bags(asked, offsets))
     assert missing.tolist() == [False, True, True, False]
-
-
-def test_rows_may_come_while_samples_that_have_theirs_are_computed_on():
-    gate = threading.Event()
-    tables = Tables([20], [0], 4, SGD(lr=1.0), num_slots=8, auto_apply=True)
-    resident = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
-    halves = [torch.tensor([1, 2]), torch.tensor([7, 8])]
-    for each in (tables, resident):
-        each(each.bags(halves[0])).sum().backward()
-    run = Transfer.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transfer, "run", lambda self, **how: (gate.wait(30), run(self, **how)))
-        claimed = tables.claim_ahead(tables.bags(torch.cat(halves)))
-        tables.fetcher.begin(claimed, is_waiting=False)
-        for each in (tables, resident):
-            with each.optimizer.update_once():
-                for ids in halves:
-                    each(each.bags(ids)).square().sum().backward()
-                    gate.set()
-    assert are_equal(tables, resident)
-    assert tables.fetcher.counts.left == 0
 
 
 def test_a_failed_pass_of_several_updates_nothing():
@@ -590,19 +391,6 @@ def test_a_budget_pays_for_row_maps_then_for_a_plan_then_for_slots(budget, num_s
     assert sorted(tables.fetcher.marks.row_of_slot[pins]) == sorted(planned)
 
 
-def test_a_budget_with_room_for_all_rows_needs_no_slots():
-    group = Tables([10, 20], [0, 1], 16, SGD(lr=1.0)).group
-    with pytest.warns(match="budget='1.88 KiB': all 1.88 KiB of rows and state fit"):
-        give_slots([group], SGD(lr=1.0), 30 * 64)
-    assert group.fetcher is None
-
-
-def test_a_budget_without_room_for_a_slot_is_refused():
-    group = Tables([20], [0], 16, SGD(lr=1.0)).group
-    with pytest.raises(BudgetTooSmall, match=f"at least {20 * 4 + BYTES}"):
-        give_slots([group], SGD(lr=1.0), 20 * 4 + BYTES - 1)
-
-
 def test_files_need_a_folder_and_room(tmp_path):
     with pytest.raises(ColdTierError, match="free"):
         ColdFiles(tmp_path).make("t", (2**40, 2**10), torch.float32)
@@ -611,21 +399,6 @@ def test_files_need_a_folder_and_room(tmp_path):
         ColdFiles(tmp_path / "file").make("t", (1, 1), torch.float32)
 
 
-def test_a_table_with_slots_cannot_move():
-    both = pair()
-    with pytest.raises(ValueError, match="'t0'"):
-        both[1].weights[0].data = torch.zeros(20, 16)
-    both[1].weights[0].data = both[1].weights[0].data  # as module.to("cpu") does
-
-
-READS = {
-    "item": lambda weight: weight[3, 0].item(),
-    "sum": lambda weight: weight.sum().item(),
-    "numpy": lambda weight: weight.detach().numpy().sum(),
-    "data": lambda weight: weight.data.sum().item(),
-    "clone": lambda weight: weight.clone().sum().item(),
-    "norm": lambda weight: nn.utils.get_total_norm([weight]).item(),
-}
 WRITES = {
     "mul_": lambda weight: weight.mul_(2),
     "fill_ of a row": lambda weight: weight[3].fill_(7),
@@ -638,16 +411,6 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_a_table_that_is_read_has_its_newest_rows(read):
-    both = pair()
-    train(both, 1, 2, 3)
-    mine, its = (read(tables.weights[0]) for tables in both)
-    assert mine == its
-    train(both, 1, 3, 5)
-    assert are_same(both)
-
-
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_rows_that_are_written_to_are_those_that_are_trained_on(write):
     both = pair()
@@ -657,27 +420,6 @@ def test_rows_that_are_written_to_are_those_that_are_trained_on(write):
             write(tables.weights[0])
     train(both, 1, 3, 5)
     assert are_same(both)
-
-
-def train_again(tables):
-    train([tables, tables], 1, 2, 3)
-
-
-@pytest.mark.parametrize("then", [train_again, lambda tables: tables.weights[0].sum()])
-@pytest.mark.parametrize("view", [lambda weight: weight.detach(), lambda weight: weight.data])
-def test_a_write_by_a_kept_tensor_is_noticed(view, then):
-    both = pair()
-    kept = [view(tables.weights[0]) for tables in both]
-    for _ in range(3):
-        both[1].weights[0].data.norm()
-    for tensor in kept:
-        tensor.add_(1)
-    train(both, 1, 2, 3)
-    assert are_same(both)
-    train(both, 1, 2, 3)
-    kept[1].add_(1)
-    with pytest.raises(ConflictingWrite, match="'t0'"):
-        then(both[1])
 
 
 @pytest.mark.usefixtures("late_transfers")

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
+from recsys.embeddings import RowWiseAdagrad
 from recsys.embeddings.update.translate import translate
 from tests.exact.oracle import update_rows
 
@@ -62,12 +62,6 @@ def test_a_formula_does_what_the_optimizer_does_from_its_own_state(name):
         torch.testing.assert_close(state, kept[translation.state_names.get(key, key)])
 
 
-def test_a_rate_in_a_tensor_is_a_number():
-    optimizer = torch.optim.SGD([weight()], lr=torch.tensor(0.25))
-
-    assert translate(optimizer, TABLE).formula(optimizer.param_groups[0]) == SGD(lr=0.25)
-
-
 def test_torchrecs_rowwise_adagrad_is_ours():
     pytest.importorskip("torchrec", exc_type=ImportError)
     from torchrec.optim import RowWiseAdagrad as Theirs
@@ -80,16 +74,6 @@ def test_torchrecs_rowwise_adagrad_is_ours():
     assert translation.formula(settings) == RowWiseAdagrad(lr=0.3, eps=1e-3)
     assert translation.learning_rate(settings, 3) == 0.15
     assert translation.state_names == {"momentum1": "sum"}
-
-
-def test_settings_are_read_anew_and_checked_anew():
-    optimizer = torch.optim.SGD([weight()], lr=0.3)
-    translation = translate(optimizer, TABLE)
-    settings = optimizer.param_groups[0]
-    settings["momentum"] = 0.9
-
-    with pytest.raises(ValueError, match=r"SGD with momentum=0\.9 updates rows that were not"):
-        translation.formula(settings)
 
 
 REFUSED = {
@@ -146,29 +130,3 @@ def test_a_wrapper_of_torchrec_is_refused_for_the_optimizer_inside_which_works()
 
     for found, expected in zip(trained("4KiB"), trained(None), strict=True):
         torch.testing.assert_close(found, expected)
-
-
-def test_param_groups_are_judged_by_the_tables_in_them():
-    tables = [weight(), weight()]
-    optimizer = torch.optim.SGD(
-        [{"params": tables[:1]}, {"params": tables[1:], "momentum": 0.9}], lr=0.1
-    )
-
-    translate(optimizer, [("users", 0)])
-
-    with pytest.raises(ValueError, match=r"table 'goods': .*momentum"):
-        translate(optimizer, [("users", 0), ("goods", 1)])
-
-
-@pytest.mark.parametrize(
-    ("name", "formula"),
-    [
-        ("sgd", SGD(lr=0.3)),
-        ("adagrad", Adagrad(lr=0.3, eps=1e-3)),
-        ("sparse_adam", Adam(lr=0.3, betas=(0.8, 0.9), eps=1e-3)),
-    ],
-)
-def test_formulas_have_the_optimizers_settings(name, formula):
-    optimizer = MAKERS[name](weight())
-
-    assert translate(optimizer, TABLE).formula(optimizer.param_groups[0]) == formula

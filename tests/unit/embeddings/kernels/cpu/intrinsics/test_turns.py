@@ -29,12 +29,3 @@ def test_every_task_is_taken_by_one_thread_once(num_threads):
     assert np.array_equal(taken.sum(0), np.ones(100_000))
     # Each thread has asked once more than there were tasks for it.
     assert turns[0] == 100_000 + num_threads
-
-
-def test_turns_are_counted_from_what_is_there():
-    turns = np.array([98], np.int64)
-    taken = np.zeros((1, 100), np.int64)
-
-    take_all(turns, 100, 1, taken)
-
-    assert np.flatnonzero(taken[0]).tolist() == [98, 99]

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from numba import TypingError
 
 from recsys._support.jit import kernel
 from recsys.embeddings.kernels.cpu.intrinsics.summing import add_bag
@@ -67,27 +66,3 @@ def test_ids_may_be_the_places_where_rows_begin():
     assert add(sums, flat, 11, 1, places, None, 0, 3) == -1
 
     assert sums.tolist() == [0.0] * TO + [3.0 * (BASE + d) + 13 for d in range(11)]
-
-
-def test_ids_outside_of_the_bag_may_be_anything():
-    ids = np.array([-5, 3, 2**31 - 1], np.int32)
-    sums, flat = np.zeros(TO + 8, np.float32), np.ones(BASE + NUM_ROWS * 8, np.float32)
-
-    assert add(sums, flat, 8, 8, ids, None, 1, 2) == -1
-
-    assert sums.tolist() == [0.0] * TO + [1.0] * 8
-
-
-@pytest.mark.parametrize(
-    ("sums", "ids", "factors"),
-    [
-        (np.zeros(40, np.float32)[::2], np.zeros(3, np.int64), None),
-        (np.zeros(40, np.float64), np.zeros(3, np.int64), None),
-        (np.zeros(40, np.float32), np.zeros(6, np.int64)[::2], None),
-        (np.zeros(40, np.float32), np.zeros(3, np.int64), np.ones(6, np.float32)[::2]),
-        (np.zeros(40, np.float32), np.zeros(3, np.int64), np.ones(3, np.float64)),
-    ],
-)
-def test_arrays_that_are_not_contiguous_or_of_one_dtype_are_refused(sums, ids, factors):
-    with pytest.raises(TypingError):
-        add(sums, np.zeros(200, np.float32), 8, 8, ids, factors, 0, 3)
