@@ -54,7 +54,7 @@ from recsys.config import (
 )
 from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
 from recsys.report import make_differences, make_rows, write_report
-from recsys.train.run_files.run_folder import RunFolder, write_json
+from recsys.train.run_folder import RunFolder, write_json
 from recsys.train.trainer_process import train_in_own_process
 
 if TYPE_CHECKING:

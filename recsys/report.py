@@ -25,6 +25,7 @@ import json
 from base64 import b64encode
 from collections import Counter
 from functools import cache
+from io import BytesIO
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,7 @@ from recsys._support.files import appearing_whole, as_argument
 from recsys._support.sizes import format_bytes
 from recsys.config import EvalConfig, TrainConfig, describe_config, flat
 from recsys.errors import ConfigError, RecsysError
-from recsys.train.run_files.curves import draw_run, draw_variations
-from recsys.train.run_files.run_folder import RunFolder, read_json
+from recsys.train.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "METRICS",
     "column_title",
+    "draw_curves",
     "format_ablation",
     "format_metrics",
     "format_number",
@@ -73,6 +74,10 @@ _METRICS_OF_RUNS = (
     "num_rankings",
     "num_unknown_items",
 )
+# Okabe and Ito's colors without yellow: colour-blind readers tell them apart, also on white.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_FEW = 30  # points of a curve that are marked
+_Curves = dict[str, dict[str, Any]]  # (samples, values), by title and name
 _LEARNED_LITTLE = 0.99  # the normalized entropy of the mean label is 1
 
 
@@ -571,9 +576,9 @@ def write_report(folder: Path) -> Path:
 def _run_files(folder: Path) -> dict[str, str]:
     run = RunFolder.open(folder)
     record = run.read_record()
-    picture = draw_run(run.read_history(), record["config"]["eval"]["split"])
+    curves = _curves_of_run(run.read_history(), record["config"]["eval"]["split"])
     summary = format_run(record, folder)
-    return {"report.html": _page("Run", folder, record, record["config"], picture, summary=summary)}
+    return {"report.html": _page("Run", folder, record, record["config"], curves, summary=summary)}
 
 
 def _ablation_files(folder: Path) -> dict[str, str]:
@@ -586,7 +591,7 @@ def _ablation_files(folder: Path) -> dict[str, str]:
         folder,
         record,
         config["base"],
-        draw_variations([(cell["variation"], cell["curve"]) for cell in record["cells"]]),
+        _curves_of_variations(record["cells"]),
         summary=_verdict(record),
         tables=_tables(record),
         notes=_notes(record),
@@ -605,7 +610,7 @@ def _page(
     folder: Path,
     record: Mapping[str, Any],
     config: Mapping[str, Any],
-    picture: bytes | None,
+    curves: _Curves,
     **values: Any,
 ) -> str:
     """The page of a record, with the keys of a configuration that do not have their defaults."""
@@ -627,12 +632,86 @@ def _page(
     return template.render(
         {"summary": "", "tables": [], "notes": [], "variations": []} | values,
         title=f"{what} {folder.resolve().name}",
-        picture=b64encode(picture or b"").decode(),
+        picture=b64encode(draw_curves(curves)).decode(),
         sections={
             name: [(key, _text(value)) for key, value in flat(section).items()]
             for name, section in sections.items()
         },
     )
+
+
+def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
+    """Loss and AUC of a run; those of training as the mean of nine neighbouring reports."""
+    import pandas as pd
+
+    training = [entry for entry in history if "train_loss" in entry]
+    evaluated = [entry for entry in history if entry.get(split)]
+    samples, samples_evaluated = (
+        [entry["num_samples"] for entry in entries] for entries in (training, evaluated)
+    )
+    curves: _Curves = {}
+    for title, key, train_key in (("loss", "logloss", "train_loss"), ("AUC", "auc", "train_auc")):
+        reports = pd.Series([entry[train_key] for entry in training], dtype=float)
+        means = reports.rolling(9, center=True, min_periods=1).mean()
+        curves[title] = {
+            "training (before each update), smoothed": (samples, means.tolist()),
+            split: (samples_evaluated, [entry[split][key] for entry in evaluated]),
+        }
+    return curves
+
+
+def _curves_of_variations(cells: Sequence[Mapping[str, Any]]) -> _Curves:
+    """AUC of each variation: the mean over its cells, as far as all of them have evaluations."""
+    by_variation: dict[str, list[Any]] = {}
+    for cell in cells:
+        by_variation.setdefault(cell["variation"], []).append(cell["curve"])
+    curves = {}
+    for name, of_cells in by_variation.items():
+        together = [
+            [(entry["num_samples"], entry["auc"]) for entry in entries]
+            for entries in zip(*of_cells, strict=False)
+        ]
+        points = np.array(together, dtype=float).reshape(-1, len(of_cells), 2)  # nan for null
+        curves[name] = points.mean(axis=1).T
+    return {"AUC": curves}
+
+
+def draw_curves(curves: _Curves) -> bytes:
+    """PNG of curves over samples, one picture above the other; empty if none has a point.
+
+    Args:
+        curves: Samples and values of each curve, by the title of its picture and its name.
+    """
+    import matplotlib as mpl
+    from cycler import cycler
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    if not any(len(samples) for named in curves.values() for samples, _ in named.values()):
+        return b""
+    picture = BytesIO()
+    styles = cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=_COLORS)
+    settings: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "text.parse_math": False,
+    }
+    with mpl.rc_context({**settings, "axes.prop_cycle": styles}):
+        height = 2.5 * len(curves) + 0.2 * sum(map(len, curves.values()))
+        figure = Figure((6.5, height), layout="constrained")
+        axes = figure.subplots(len(curves), squeeze=False).flat
+        for axis, (title, named) in zip(axes, curves.items(), strict=True):
+            lines = []
+            for samples, values in named.values():
+                marker = "o" if len(samples) < _FEW else ""  # no line leads to a single point
+                lines += axis.plot(samples, values, marker=marker, markersize=3)
+            axis.set(xlabel="samples", ylabel=title)
+            axis.xaxis.set_major_formatter(EngFormatter())
+        # With explicit labels: matplotlib skips lines whose labels begin with _.
+        figure.legend(lines, list(named), loc="outside lower left")
+        figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
 
 
 def _text(value: Any) -> str:

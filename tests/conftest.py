@@ -31,7 +31,6 @@ from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.train.trainer import train
 from tests.compiling import compile_once
 from tests.in_ci import is_left_out, pytest_pycollect_makeitem  # noqa: F401
-from tests.quick_pictures import make_quick
 
 # Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
 if not torch.cuda.is_available():
@@ -319,12 +318,12 @@ def whole_pictures():
 
 @pytest.fixture(autouse=True)
 def quick_pictures(request, monkeypatch):
-    """Pictures of runs without pixels, drawn once for each kind, or runs would take twice as long.
+    """Pages have pictures without pixels, which take most of their time.
 
     Not where a test asks for `whole_pictures`, nor in processes that tests start.
     """
     if "whole_pictures" not in request.fixturenames:
-        make_quick(monkeypatch)
+        monkeypatch.setattr("recsys.report.draw_curves", lambda _: b"\x89PNG")
 
 
 @pytest.fixture(autouse=True, scope="session")

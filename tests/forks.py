@@ -19,7 +19,6 @@ import pytest
 # need it starts. What torch and recsys import only when they need it takes as long as all the rest.
 _IMPORTED = (
     *("recsys.cli", "recsys.train.trainer", "recsys.ablate", "torch._dynamo"),
-    *("matplotlib.backends.backend_agg", "matplotlib.figure"),
     *("fbgemm_gpu", "torchrec", "torchrec.distributed.model_parallel"),
     "tests.forked",
 )

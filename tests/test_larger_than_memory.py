@@ -16,7 +16,7 @@ from recsys.datasets.store_writer import StoreWriter
 from recsys.train.evaluate import evaluate_run, open_saved_model
 from recsys.train.exports.export import export_run
 from recsys.train.predict import predict_run
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.forks import Fork
 
@@ -36,7 +36,8 @@ def carried_out(command, run, out):
         return predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
     if command == "save":
         folder = RunFolder.create(out, load_config(Path(run) / "config.toml"))
-        return folder.save_state(load_file(Path(run) / "model.safetensors"), tied={})
+        state = load_file(Path(run) / "model.safetensors")
+        return folder.save_model(torch.nn.Module(), state=state)
     return export_run(run, command, out) and None
 
 

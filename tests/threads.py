@@ -49,7 +49,7 @@ from recsys.embeddings.tiers.queue import TransferQueue
 from recsys.embeddings.tiers.transfer import Transfer
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.window import Window
-from recsys.train.run_files.run_folder import write_json
+from recsys.train.run_folder import write_json
 
 FOLDER = Path(__file__).parent
 SMALL = SimpleNamespace(**runpy.run_path(str(FOLDER / "pipeline" / "conftest.py")))

@@ -29,7 +29,7 @@ from recsys._support.user_warnings import plain_warnings
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, read_tree
 from recsys.datasets.store_writer import is_store, read_meta
 from recsys.errors import ConfigError, RecsysError
-from recsys.train.run_files.run_folder import RunFolder, write_json
+from recsys.train.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     import argparse
@@ -238,7 +238,7 @@ def _train(options: argparse.Namespace) -> int:
         RunFolder.require_place(run_dir)
 
     if options.dry_run:
-        from recsys.train.dry_run import dry_run
+        from recsys.train.trials import dry_run
 
         print(f"{dry_run(config, run_dir)}\nthe run would be in {run_dir}; nothing was written")
         return 0
@@ -367,11 +367,11 @@ def _verify(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set, data=options.data)
     _require_data(config.data)
 
-    from recsys.train.verify_tiers import BUDGETS, format_verification, verify_budgets
+    from recsys.train.trials import BUDGETS, verify_budgets
 
     found = verify_budgets(config, options.budgets or BUDGETS, options.steps)
-    print(format_verification(found))
-    return 0 if all(one.ok for one in found) else 1
+    print("\n".join(map(str, found)))
+    return int(any(one.differing for one in found))
 
 
 def parse_samples(text: str, num_samples: int) -> range:

@@ -26,7 +26,7 @@ from recsys.train.loop.progress import LOWER_LR
 from recsys.train.metrics import Metrics, MetricsAccumulator
 from recsys.train.parts.build import autocast, build_model, open_source, require_features_of
 from recsys.train.ranking import rank_items
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -31,7 +31,7 @@ from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
 from recsys.train.evaluate import nonzero_counts, open_saved_model, scores_of
 from recsys.train.parts.build import autocast
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -54,8 +54,7 @@ from recsys.train.parts.build import (
     open_source,
 )
 from recsys.train.ranks.launched import processes_of
-from recsys.train.run_files.curves import plot_curves
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -269,7 +268,6 @@ def _checked(
 
 def _new_folder(config: TrainConfig, processes: Processes, stack: ExitStack) -> RunFolder:
     """Make the folder of a new run, and lock it until the stack is closed."""
-    RunFolder.require_place(processes.own_dir)
     make_folders(processes.own_dir)
     stack.enter_context(alone_in(processes.own_dir, "recsys train"))
     return RunFolder.create(processes.own_dir, config)  # is refused if another run began first
@@ -352,8 +350,7 @@ class Trainer:
                     self.checkpoints.close()
             finally:
                 record |= self._measured()
-                self.folder.write_record(record)
-        plot_curves(self.folder)
+                write_json(self.folder.record_file, record)
         return record
 
     def fit(self, interrupted: Interrupted) -> None:

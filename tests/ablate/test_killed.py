@@ -8,7 +8,7 @@ import pytest
 
 from recsys.ablate import ablate, load_ablation
 from recsys.train.checkpoint import newest
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests import forks
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from recsys.cli import main
 from recsys.datasets.store import Store
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.forks import Fork, server_of_forks
 

@@ -35,7 +35,7 @@ MISTAKES = {
     f"train {DATA} --config bad.toml": "bad.toml: optimizr is not a key; did you mean",
     f"train {DATA} --lr 1": "unrecognized arguments: --lr 1",
     f"train {DATA} --run full": "run folder full is not empty",
-    f"train {DATA} --run clicks.csv": "clicks.csv is a file",
+    f"train {DATA} --run clicks.csv": "clicks.csv is not a folder",
     "report clicks.csv/run": "clicks.csv/run",
     "train --run nosuch --resume": "nosuch has no run to continue",
     "train --run full --resume --set optimizer.lr=fast": "optimizer.lr must be a valid number",

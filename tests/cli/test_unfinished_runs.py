@@ -13,7 +13,7 @@ from recsys.cli import main
 from recsys.config import load_config, replace
 from recsys.errors import AlreadyExists
 from recsys.report import format_run
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 from tests.train import resumed_runs
 from tests.train.resumed_runs import SETTINGS, Killed, require_same_run, run
 

@@ -7,11 +7,9 @@ import traceback
 import warnings
 from datetime import timedelta
 
-import pytest
 import torch
 
 from tests.compiling import compile_once
-from tests.quick_pictures import make_quick
 
 
 def serve(rank, world, store, connection, limit):
@@ -31,7 +29,6 @@ def serve(rank, world, store, connection, limit):
     import ranks_sequence
     import ranks_train
 
-    make_quick(pytest.MonkeyPatch())  # as in the process of the tests
     gc.collect()
     gc.freeze()  # as in the process of the tests: `garbage_of_others_is_let_be`
     modules = ranks_cases, ranks_exchange, ranks_sequence, ranks_train

@@ -79,7 +79,6 @@ def test_all_ranks_know_the_metrics_of_all_samples(plain):
     assert first["processes"]["placement"]["t_cat_1"] is None
     assert sorted(path.name for path in run.iterdir()) == [
         "config.toml",
-        "curves.png",
         "history.jsonl",
         "model.safetensors",
         "run.json",

@@ -26,7 +26,7 @@ from fuzz_tables import TABLES
 from fuzz_values import VALUES
 
 from recsys._support.machine import describe_environment
-from recsys.train.run_files.run_folder import write_json
+from recsys.train.run_folder import write_json
 
 READERS = {reader.name: reader for reader in (*DATA, *TABLES, *RUNS, *VALUES)}
 _MEMORY_BYTES = 12 * 2**30  # of addresses: libraries reserve some that they never use

@@ -3,6 +3,7 @@
 import io
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
+from unittest.mock import patch
 
 from fuzz_cases import Reader, WrongOutcomeError
 from fuzz_data import nothing
@@ -16,14 +17,14 @@ from fuzz_mutations import (
     mutate_safetensors,
 )
 
+from recsys import report
 from recsys.ablate import ablate, load_ablation
 from recsys.config import TrainConfig, load_config, to_toml, walk_keys
 from recsys.errors import ConfigError
 from recsys.report import write_report
 from recsys.train.exports.export import FORMATS, export_run
 from recsys.train.parts.build import build_model, open_source
-from recsys.train.run_files import curves
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 
 SETTINGS = (
@@ -51,12 +52,8 @@ schedule = ["", "sequential"]
 @contextmanager
 def _without_pixels():
     """Drawing takes most of the time of a run or a page, and shows no text of a record."""
-    before = curves.as_png
-    try:
-        curves.as_png = lambda _: b"\x89PNG"
+    with patch.object(report, "draw_curves", lambda _: b"\x89PNG"):
         yield
-    finally:
-        curves.as_png = before
 
 
 def make_run(folder):

@@ -6,11 +6,10 @@ import torch
 
 from recsys.errors import AlreadyExists, BudgetTooSmall, ConfigError, StoreError
 from recsys.train import Callback, EarlyStopping, train
-from recsys.train.dry_run import dry_run
 from recsys.train.evaluate import evaluate_run
 from recsys.train.metrics import auc, evaluate_logits
 from recsys.train.parts.build import open_source
-from recsys.train.verify_tiers import verify_budgets
+from recsys.train.trials import dry_run, verify_budgets
 
 NOTES = Callback()
 FAE = ("schedule=fae", "budget='5000'", "batch_size=16", "num_threads=1")

@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure  # noqa: F401  # a run imports it at its end
 import torch._dynamo  # noqa: F401  # torch imports it for the first optimizer
 from safetensors.torch import load_file
 
@@ -33,7 +32,7 @@ import recsys.train.trainer
 from recsys._support.machine import describe_environment
 from recsys.train.checkpoint import newest
 from recsys.train.checkpoint.format import manifest_numbers, read_manifest
-from recsys.train.run_files.run_folder import write_json
+from recsys.train.run_folder import write_json
 
 SETTINGS = {
     "synthetic.num_samples": 60_000,

@@ -7,8 +7,8 @@ import pytest
 
 from recsys.cli import main
 from recsys.errors import BudgetTooSmall
-from recsys.train.dry_run import dry_run
 from recsys.train.trainer import train
+from recsys.train.trials import dry_run
 
 TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
 

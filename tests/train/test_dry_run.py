@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recsys.cli import main
-from recsys.train.dry_run import dry_run
 from recsys.train.trainer import train
+from recsys.train.trials import dry_run
 
 DATA = "synthetic:criteo-kaggle"
 TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"

@@ -13,8 +13,8 @@ from recsys.config import load_config, replace
 from recsys.datasets import Schema, write_store
 from recsys.datasets.store import Store
 from recsys.errors import ConfigError
-from recsys.train.dry_run import dry_run
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
+from recsys.train.trials import dry_run
 from tests.train.resumed_runs import (
     SETTINGS,
     require_same,
@@ -108,7 +108,7 @@ def test_a_run_that_does_not_fit_is_refused_by_name(tmp_path, first, start):
     refused("bias is .* in the model; init_from needs a run with the same", "model.embedding_dim=4")
     refused("its features by table must be those of the run", "synthetic.table_sizes=[900, 700, 1]")
     (first / "model.safetensors").unlink()
-    refused("the run saved no model")
+    refused("its run saved no model")
 
 
 def test_a_run_that_did_not_finish_is_told(tmp_path, first):

@@ -11,7 +11,7 @@ import torch
 from recsys.pipeline.stalls import StageClock
 from recsys.train.loop.progress import Progress
 from recsys.train.metrics import evaluate_logits
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 from tests.train.resumed_runs import history
 
 

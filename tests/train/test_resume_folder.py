@@ -25,7 +25,7 @@ from recsys.train.checkpoint.format import read_blocks, read_manifest, read_piec
 from recsys.train.loop.progress import Progress
 from recsys.train.loop.resume import resumed_config
 from recsys.train.loop.run_checkpoints import RunCheckpoints
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 from tests.train.resumed_runs import (
     CASES,
     SETTINGS,
@@ -390,20 +390,6 @@ def test_ctrl_c_while_a_failed_run_ends_leaves_its_record(small_config, tmp_path
         run(small_config(*SETTINGS), tmp_path / "run")
 
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
-
-
-def test_history_that_a_power_failure_has_shortened_is_warned_of(small_config, tmp_path, kill_at):
-    config = small_config(*SETTINGS)
-    kill_at(13, config)
-    file = tmp_path / "run" / "history.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:3]) + lines[3][:9])
-
-    with pytest.warns(UserWarning, match="the curves of the run have a gap"):
-        run(config, tmp_path / "run", resume=True)
-
-    assert file.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
-    assert json.loads(file.read_bytes().splitlines()[3])["step"] == 13
 
 
 def test_the_stored_configuration_is_the_base_and_settings_change_it(small_config, tmp_path):

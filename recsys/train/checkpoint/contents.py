@@ -24,7 +24,7 @@ from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import CheckpointError, RecsysError
 from recsys.train.checkpoint.format import Array, Table
-from recsys.train.run_files.saved_state import is_expanded
+from recsys.train.saved_state import is_expanded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence

@@ -18,7 +18,7 @@ from recsys._support.files import appearing_whole, require_new
 from recsys.errors import ConfigError
 from recsys.train.exports import FORMATS
 from recsys.train.exports.deltas import export_checkpoint, export_delta
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 
 __all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
 

@@ -67,7 +67,7 @@ from recsys.models.dlrm import DLRMTrain
 from recsys.train.evaluate import evaluation_config
 from recsys.train.exports import QUANTIZATIONS
 from recsys.train.parts.build import build_model, open_source, require_features_of
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from recsys.pipeline.stalls import StageClock
     from recsys.train.metrics import Metrics
-    from recsys.train.run_files.run_folder import RunFolder
+    from recsys.train.run_folder import RunFolder
 
 __all__ = ["LOWER_LR", "Progress"]
 

@@ -22,7 +22,7 @@ from recsys.config import (
     walk_keys,
 )
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
-from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
-    from recsys.train.run_files.run_folder import RunFolder
+    from recsys.train.run_folder import RunFolder
 
 __all__ = [
     "INIT_FROM_NEEDS",
@@ -177,7 +177,7 @@ def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | N
     if not config.init_from:
         return None
     # It needs pydantic, and benchmarks use this file where there is none.
-    from recsys.train.run_files.run_folder import RunFolder
+    from recsys.train.run_folder import RunFolder
 
     folder = RunFolder.open(config.init_from)
     folder.require_model()

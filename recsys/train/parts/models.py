@@ -33,7 +33,7 @@ from recsys.models import (
 )
 from recsys.models.batch_train import BatchTrain
 from recsys.models.dlrm import initialize_classic
-from recsys.train.run_files.saved_state import require_savable
+from recsys.train.saved_state import require_savable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

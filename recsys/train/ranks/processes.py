@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.train.loop.resume import Reopened
-    from recsys.train.run_files.run_folder import RunFolder
+    from recsys.train.run_folder import RunFolder
 
 __all__ = ["BuiltModel", "Processes"]
 

@@ -39,8 +39,7 @@ from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.parts.models import needs_rows
 from recsys.train.ranks.processes import BuiltModel, Processes
 from recsys.train.ranks.rank_model import RankModel, rank_model
-from recsys.train.run_files.run_folder import RunFolder
-from recsys.train.run_files.saved_state import tied_names
+from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -255,7 +254,7 @@ class Ranks(Processes):
                         dist.recv(rows[first + begin : first + end], rank)
             state[key] = rows
         if not self.rank:
-            folder.save_state(state, tied_names(model.saved))
+            folder.save_model(model.saved, state=state)
 
     def describe(self) -> dict[str, Any]:
         """How many processes there are, and which tables each has."""

@@ -165,7 +165,6 @@ def test_an_error_at_the_end_leaves_the_run_finished_and_ends_the_other_callback
 
     assert record_of(tmp_path / "run")["status"] == "finished"
     assert notes.of("end") == ["finished"]
-    assert (tmp_path / "run" / "curves.png").is_file()
 
 
 def test_an_error_at_the_end_does_not_hide_the_one_that_ended_the_run(small_config, tmp_path):

@@ -3,10 +3,10 @@ import torch
 
 from recsys.cli import main
 from recsys.embeddings import PopularityProfile, plan_hot_rows
-from recsys.train import verify_tiers
+from recsys.train import trials
 from recsys.train.parts.build import open_source
 from recsys.train.parts.tables import table_configs
-from recsys.train.verify_tiers import format_verification, verify_budgets
+from recsys.train.trials import verify_budgets
 
 TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
 
@@ -18,7 +18,7 @@ def test_every_budget_equals_everything_resident(small_config, name):
 
     found = verify_budgets(config)
 
-    assert all(each.ok for each in found), format_verification(found)
+    assert not any(each.differing for each in found), found
     assert all(each.tiers is not None for each in found)
     assert [each.num_steps for each in found] == [15] * 2
 
@@ -28,7 +28,7 @@ def test_rows_in_files_equal_everything_resident_even_where_all_would_fit(small_
 
     found = verify_budgets(config, ["floor", "1MiB"])
 
-    assert all(each.ok for each in found), format_verification(found)
+    assert not any(each.differing for each in found), found
     assert [each.tiers["cold_tier"] for each in found] == ["file"] * 2
     assert not list(tmp_path.iterdir())
 
@@ -43,7 +43,7 @@ def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
 
     found = verify_budgets(small_config(TABLES, f"plan={tmp_path}/plan.npz"))
 
-    assert all(each.ok for each in found), format_verification(found)
+    assert not any(each.differing for each in found), found
     assert found[0].budget_bytes == plan.floor_bytes
     assert all(each.tiers is not None for each in found)
 
@@ -51,7 +51,7 @@ def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
 def test_what_differs_is_named_and_the_command_fails(
     small_config, small_settings, monkeypatch, capsys
 ):
-    real = verify_tiers._train
+    real = trials._train
 
     def wrong(config, source, max_steps):
         numbers, *rest = real(config, source, max_steps)
@@ -59,7 +59,7 @@ def test_what_differs_is_named_and_the_command_fails(
             numbers["loss of step 1"] += 1e-6
         return numbers, *rest
 
-    monkeypatch.setattr(verify_tiers, "_train", wrong)
+    monkeypatch.setattr(trials, "_train", wrong)
     command = ["verify", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES]
     command += ["--budgets", "half", "--steps", "3"]
 
@@ -75,5 +75,5 @@ def test_every_budget_equals_everything_resident_on_a_gpu(small_config, name):
 
     found = verify_budgets(config)
 
-    assert all(each.ok for each in found), format_verification(found)
+    assert not any(each.differing for each in found), found
     assert all(each.tiers is not None for each in found)

@@ -3,7 +3,6 @@
     DIR/config.toml        the whole configuration, written first
         history.jsonl      one JSON object per report and per evaluation, appended as training goes
         run.json           configuration, environment, data, metrics, throughput, stages, memory
-        curves.png         loss and AUC over samples
         model.safetensors  the final state_dict, readable without this library; missing if
                            `save_model` is false
         checkpoints/       the newest checkpoint and the one before, from which the run continues
@@ -15,10 +14,9 @@ is saved or loaded, so that commands can check a folder before.
 from __future__ import annotations
 
 import json
-import math
 import os
-import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +25,6 @@ from safetensors import SafetensorError, safe_open
 from recsys._support.files import (
     appearing_whole,
     as_argument,
-    describe_taken,
-    is_taken,
     make_folders,
     require_place,
 )
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-__all__ = ["RunFolder", "read_json", "write_json"]
+__all__ = ["RunFolder", "read_json", "tied_names", "write_json"]
 
 _SAME_DATA = "evaluate on the data the run was trained on, or data prepared with the same ids"
 
@@ -58,7 +54,6 @@ class RunFolder:
         self.config_file = path / "config.toml"
         self.history_file = path / "history.jsonl"
         self.record_file = path / "run.json"
-        self.curves_file = path / "curves.png"
         self.model_file = path / "model.safetensors"
         self.checkpoints_folder = path / "checkpoints"
 
@@ -70,9 +65,7 @@ class RunFolder:
             AlreadyExists: the folder is not empty.
             ConfigError: it cannot be made, or not be written to.
         """
-        if is_taken(path) and not path.is_dir():
-            raise AlreadyExists(f"{describe_taken(path)}; choose a new folder with --run")
-        if path.exists() and any(path.iterdir()):
+        if path.is_dir() and any(path.iterdir()):
             raise AlreadyExists(
                 f"run folder {path} is not empty; remove it or choose another with --run, "
                 "or continue its run with --resume"
@@ -81,15 +74,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:
-        """Start a run in a new or empty folder.
-
-        Raises:
-            AlreadyExists: the folder is not empty.
-            ConfigError: it cannot be made, or not be written to.
-        """
+        """Start a run in a new or empty folder; errors as for `require_place`."""
         folder = cls(Path(path))
         cls.require_place(folder.path)
-        folder.path.mkdir(parents=True, exist_ok=True)
+        make_folders(folder.path)
         folder.write_config(config)
         return folder
 
@@ -141,7 +129,9 @@ class RunFolder:
         """
         self.record_file.unlink(missing_ok=True)
         self.write_config(config)
-        self.cut_history(history_bytes)
+        if self.history_file.is_file():
+            # A power failure may have shortened it, and truncating must not make it longer.
+            os.truncate(self.history_file, min(history_bytes, self.history_bytes()))
 
     def write_config(self, config: TrainConfig) -> None:
         """Write `config.toml`."""
@@ -151,24 +141,6 @@ class RunFolder:
     def history_bytes(self) -> int:
         """The length of the history in bytes; 0 if it has no line."""
         return self.history_file.stat().st_size if self.history_file.is_file() else 0
-
-    def cut_history(self, num_bytes: int) -> None:
-        """Drop the lines of the history after a length that `history_bytes` returned.
-
-        A history that a power failure has shortened keeps its complete lines, with a warning.
-        """
-        size = self.history_bytes()
-        if size < num_bytes:
-            content = self.history_file.read_bytes() if size else b""
-            kept = content.rfind(b"\n") + 1
-            warnings.warn(
-                f"{self.history_file} has {size} of the {num_bytes} bytes that it had at the "
-                "checkpoint; the curves of the run have a gap",
-                stacklevel=3,
-            )
-            num_bytes = kept
-        if size > num_bytes:
-            os.truncate(self.history_file, num_bytes)
 
     def append_history(self, entry: dict[str, Any]) -> None:
         """Add one line to the history.
@@ -192,19 +164,11 @@ class RunFolder:
         """
         if not self.history_file.is_file():
             return []
-        text = self.history_file.read_text(encoding="utf-8", errors="replace")
-        *lines, rest = text.split("\n")
-        entries = [
+        lines = self.history_file.read_text(encoding="utf-8", errors="replace").split("\n")
+        return [
             _parse_object(line, f"{self.history_file} line {number}", "remove the line")
-            for number, line in enumerate(lines, 1)
+            for number, line in enumerate(lines[:-1], 1)
         ]
-        with suppress(ConfigError):  # the rest is empty if the last line is complete
-            entries.append(_parse_object(rest, "the rest", ""))
-        return entries
-
-    def write_record(self, record: dict[str, Any]) -> None:
-        """Write `run.json`."""
-        write_json(self.record_file, record)
 
     def read_record(self) -> dict[str, Any]:
         """Read `run.json`.
@@ -237,38 +201,33 @@ class RunFolder:
             if but is None or file != self.best_file(but):
                 file.unlink()
 
-    def save_model(self, model: nn.Module, file: Path | None = None) -> None:
+    def save_model(
+        self,
+        model: nn.Module,
+        file: Path | None = None,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Write the state_dict of a model without copying its tables in memory.
+
+        A tensor with several names is written under the first; the file's metadata has the others,
+        as `safetensors.torch.load_model` reads them.
 
         Args:
             model: The model.
             file: A file in the folder; None for `model_file`.
+            state: Its state_dict, with all rows, if those of the model are not all.
 
         Raises:
             OSError: the disk is full, or the folder no longer exists.
         """
-        from recsys.train.run_files.saved_state import tied_names
-
-        self.save_state(model.state_dict(), tied_names(model), file)
-
-    def save_state(
-        self, state: Mapping[str, Tensor], tied: Mapping[str, str], file: Path | None = None
-    ) -> None:
-        """Write a state_dict; errors as for `save_model`.
-
-        Args:
-            state: The tensors by name.
-            tied: Result of `tied_names`. A tensor with several names is written under the first;
-                the file's metadata has the others, as `safetensors.torch.load_model` reads them.
-            file: As for `save_model`.
-        """
         from safetensors.torch import save_file
 
+        tied, state = tied_names(model), state or model.state_dict()
         state = {key: value.contiguous() for key, value in state.items() if key not in tied}
         file = file or self.model_file
         with appearing_whole(file) as partial:
             try:
-                save_file(state, partial, dict(tied))
+                save_file(state, partial, tied)
             except SafetensorError as error:
                 raise OSError(
                     f"{file} cannot be written: {error}; make room on the disk, and "
@@ -284,32 +243,13 @@ class RunFolder:
             ConfigError: there is no saved model.
         """
         if not self.model_file.is_file():
-            own = as_argument(self.path)
-            if self.config_file.is_file() and not self.record_file.is_file():
-                raise ConfigError(
-                    f"{self.path} has no {self.model_file.name} yet: its run has not ended; if it "
-                    f"was killed, continue it by `recsys train --run {own} --resume`"
-                )
-            way_out = "train with save_model = true and to the end"
-            may_continue = "finished", "interrupted"
-            if self.checkpoints_folder.is_dir() and self.read_record()["status"] in may_continue:
-                way_out = (
-                    f"continue it by `recsys train --run {own} --resume --set save_model=true`"
-                )
+            has_ended = self.record_file.is_file() or not self.config_file.is_file()
+            fault = "saved no model" if has_ended else "has not ended"
             raise ConfigError(
-                f"{self.path} has no {self.model_file.name}: the run saved no model; {way_out}"
+                f"{self.path} has no {self.model_file.name}: its run {fault}; continue it by "
+                f"`recsys train --run {as_argument(self.path)} --resume --set save_model=true`, or "
+                "train again"
             )
-
-    def load_state(self) -> dict[str, Tensor]:
-        """The saved state_dict; its tensors are mapped from the file.
-
-        Raises:
-            ConfigError: there is no saved model, or the file is damaged.
-        """
-        with self._open_model() as saved:
-            found = {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118  # no mapping
-            tied = saved.metadata() or {}
-        return found | {key: found[first] for key, first in tied.items() if first in found}
 
     @contextmanager
     def _open_model(self, file: Path | None = None) -> Iterator[Any]:
@@ -324,19 +264,6 @@ class RunFolder:
                 f"{file} is damaged ({error}); remove {self.path} and train again"
             ) from error
 
-    def require_fitting_model(self, model: nn.Module, way_out: str) -> None:
-        """Check that the saved state_dict has the names, shapes and dtypes of a model's tensors.
-
-        Args:
-            model: The model; it may be on device "meta".
-            way_out: What to do if it does not fit.
-
-        Raises:
-            ConfigError: there is no saved model, it is damaged, or it does not fit.
-        """
-        with self._open_model() as saved:
-            self._names_in(saved, model, way_out)
-
     def load_model(
         self, model: nn.Module, way_out: str = _SAME_DATA, file: Path | None = None
     ) -> None:
@@ -348,16 +275,32 @@ class RunFolder:
 
         Args:
             model: A model built from the run's configuration. Mapped tensors are read-only.
-            way_out: As for `require_fitting_model`.
+            way_out: What to do if it does not fit.
             file: As for `save_model`.
 
         Raises:
-            ConfigError: as `require_fitting_model`.
+            ConfigError: there is no saved model, it is damaged, or its names, shapes or dtypes are
+                not those of the model.
         """
         import torch
 
+        from recsys._support.safetensors_dtypes import DTYPE_NAMES
+
+        state, tied = model.state_dict(), tied_names(model)
         with self._open_model(file) as saved:
-            state, names = model.state_dict(), self._names_in(saved, model, way_out)
+            slices = {key: saved.get_slice(key) for key in saved.keys()}  # noqa: SIM118  # no mapping
+            found = {key: f"{part.get_dtype()} {part.get_shape()}" for key, part in slices.items()}
+            names = {key: key if key in found else tied.get(key, key) for key in state}
+            expected = {
+                names[key]: f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
+                for key, value in state.items()
+            }
+            if found != expected:
+                key = min(key for key in found | expected if found.get(key) != expected.get(key))
+                raise ConfigError(
+                    f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
+                    f"file and {expected.get(key)} in the model; {way_out}"
+                )
             mapped = {
                 key: saved.get_tensor(names[key]) for key, value in state.items() if value.is_meta
             }
@@ -366,29 +309,21 @@ class RunFolder:
                 for key in state.keys() - mapped.keys():
                     state[key].copy_(saved.get_tensor(names[key]))
 
-    def _names_in(self, saved: Any, model: nn.Module, way_out: str) -> dict[str, str]:
-        """The names in the file of a model's tensors; errors as `require_fitting_model`."""
-        from recsys._support.safetensors_dtypes import DTYPE_NAMES
-        from recsys.train.run_files.saved_state import tied_names
 
-        state, tied = model.state_dict(), tied_names(model)
-        found = {key: _shape_of(saved.get_slice(key)) for key in saved.keys()}  # noqa: SIM118  # no mapping
-        names = {key: key if key in found else tied.get(key, key) for key in state}
-        expected = {
-            names[key]: f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
-            for key, value in state.items()
-        }
-        if found != expected:
-            key = min(key for key in found | expected if found.get(key) != expected.get(key))
-            raise ConfigError(
-                f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
-                f"file and {expected.get(key)} in the model; {way_out}"
-            )
-        return names
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of the parameters and buffers that a model holds under several names.
 
-
-def _shape_of(saved: Any) -> str:
-    return f"{saved.get_dtype()} {saved.get_shape()}"
+    Returns:
+        For each name but the first of such a tensor, the first. All are keys of the state dict.
+    """
+    keys = model.state_dict().keys()
+    first: dict[int, str] = {}
+    named = chain(
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    )
+    found = {name: first.setdefault(id(tensor), name) for name, tensor in named if name in keys}
+    return {name: other for name, other in found.items() if other != name}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -422,10 +357,4 @@ def _parse_object(text: str, place: str, remedy: str) -> dict[str, Any]:
 
 def _without_nan(value: Any) -> Any:
     """The same JSON value with null for NaN and infinities."""
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -1,49 +1,118 @@
-"""`recsys verify`: compares training at several budgets with training where every row is resident.
+"""Trials before a run: `recsys train --dry-run` sizes its tables, `recsys verify` compares budgets.
 
-The loss of every step must be equal to the last bit, and so must the rows, the optimizer's state
-and the dense part at the end (contract C2).
+dry_run          the data is opened, the plan is read or made, and the model is built with its
+tables on the "meta" device; no table is allocated, and nothing is written
+verify_budgets   training where every row is resident, and at several budgets: the loss of every
+step must be equal to the last bit, and so must the rows, the optimizer's state
+and the dense part at the end (contract C2)
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import counted, format_bytes, parse_bytes
 from recsys.config import ScheduleConfig, replace
+from recsys.conversion.estimate import Estimate, estimate
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
-from recsys.train.dry_run import size_tables
+from recsys.train.callbacks import callbacks_of, require_metric
 from recsys.train.parts.build import (
+    INIT_FROM_NEEDS,
     build_loader,
     build_model,
     build_pipeline,
+    choose_plan,
+    cold_folder,
     describe_tiers,
+    open_first_model,
     open_source,
+    tables_budget,
 )
+from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from recsys.batch import SampleSource
     from recsys.config import TrainConfig
 
-__all__ = ["BUDGETS", "BudgetVerification", "format_verification", "verify_budgets"]
+__all__ = ["BUDGETS", "BudgetVerification", "dry_run", "verify_budgets"]
 
 BUDGETS = ("floor", "half")
 
 
-@dataclass(frozen=True)
-class BudgetVerification:
+def dry_run(config: TrainConfig, run_dir: str | Path) -> Estimate:
+    """Check a run and size its tables, up to their allocation.
+
+    Args:
+        config: The configuration.
+        run_dir: The folder that the run would make.
+
+    Returns:
+        What the tables take. What a policy of skipping keeps of rows beside them is not in it.
+
+    Raises:
+        AlreadyExists: `run_dir` is not empty.
+        BudgetTooSmall: the budget is below the least one.
+        ColdTierError: the disk has no room for rows in files.
+        ConfigError, ProfileError, StoreError: the configuration does not fit the data or the
+            machine.
+        MissingDependency: a package that a callback logs to is not installed.
+    """
+    run_dir = Path(run_dir)
+    callbacks_of(config)
+    source = open_source(config)
+    if config.early_stopping.patience:
+        require_metric(config, source)
+    first_model = open_first_model(config, source)
+    RunFolder.require_place(run_dir)
+    tables, model = _size_tables(config, source, cold_folder(config, run_dir))
+    if first_model is not None:
+        first_model.load_model(model, INIT_FROM_NEEDS)
+    return tables
+
+
+def _size_tables(
+    config: TrainConfig, source: SampleSource, cold_path: str = ""
+) -> tuple[Estimate, nn.Module]:
+    """What the tables take, and the model with tables on the "meta" device.
+
+    Args:
+        config: The configuration.
+        source: Its data.
+        cold_path: A folder whose disk must have room for the files of the cold tier.
+    """
+    plan = choose_plan(config, source)
+    resident = replace(config, budget="", plan="", cold_tier="host", cold_path="")
+    train_model, optimizers = build_model(resident, source, table_device="meta")
+    model: nn.Module = train_model.model
+    if config.embeddings != "recsys":
+        of_rows: Optimizer = optimizers[-1]
+        return estimate(model, optimizer=of_rows), model
+    tables = estimate(
+        model,
+        tables_budget(config, source) or None,
+        plan=plan,
+        cold_tier=config.cold_tier,
+        cold_path=cold_path or None,
+        device=config.device,
+    )
+    return tables, model
+
+
+class BudgetVerification(NamedTuple):
     """A run at a budget, compared with the resident run.
 
     Attributes:
@@ -51,7 +120,8 @@ class BudgetVerification:
         budget_bytes: Bytes of fast memory.
         num_steps: Steps compared.
         tiers: The tiers as a run record describes them; None if everything fitted.
-        differing: Everything that differs: "loss of step 3", "t_cat_0.weight", ...
+        differing: Everything that differs: "loss of step 3", "t_cat_0.weight", ...; empty if both
+            runs are equal to the last bit.
     """
 
     name: str
@@ -60,10 +130,19 @@ class BudgetVerification:
     tiers: dict[str, Any] | None
     differing: list[str]
 
-    @property
-    def ok(self) -> bool:
-        """Whether both runs are equal to the last bit."""
-        return not self.differing
+    def __str__(self) -> str:
+        tiers = "all resident"
+        if self.tiers is not None:
+            tiers = (
+                f"{self.tiers['num_slots']:,} of {self.tiers['num_rows']:,} rows hot, "
+                f"{self.tiers['lookup_hit_rate']:.1%} of lookups hit"
+            )
+        verdict = "equal to the last bit"
+        if self.differing:
+            verdict = f"DIFFERS in {len(self.differing)}: {', '.join(self.differing[:3])}"
+        steps = counted(self.num_steps, "step")
+        size = format_bytes(self.budget_bytes)
+        return f"{self.name:<12}{size:>10}  {steps}, {tiers}: {verdict}"
 
 
 def verify_budgets(
@@ -101,7 +180,7 @@ def verify_budgets(
     resident = replace(
         config, budget="", plan="", cold_tier="host", cold_path="", schedule=ScheduleConfig()
     )
-    tables, _ = size_tables(resident, source)
+    tables, _ = _size_tables(resident, source)
     # A plan reserves room for mini-batches.
     floor = HotPlan.load(config.plan).floor_bytes if config.plan else tables.floor_bytes
     sizes = {"floor": floor, "half": max(floor, tables.everything_bytes // 2)}
@@ -119,25 +198,6 @@ def verify_budgets(
         ]
         results.append(BudgetVerification(name, num_bytes, num_steps, tiers, differing))
     return results
-
-
-def format_verification(found: Sequence[BudgetVerification]) -> str:
-    """Format one line per budget."""
-    lines = []
-    for result in found:
-        tiers = "all resident"
-        if result.tiers is not None:
-            tiers = (
-                f"{result.tiers['num_slots']:,} of {result.tiers['num_rows']:,} rows hot, "
-                f"{result.tiers['lookup_hit_rate']:.1%} of lookups hit"
-            )
-        verdict = "equal to the last bit"
-        if not result.ok:
-            verdict = f"DIFFERS in {len(result.differing)}: {', '.join(result.differing[:3])}"
-        size = format_bytes(result.budget_bytes)
-        steps = counted(result.num_steps, "step")
-        lines.append(f"{result.name:<12}{size:>10}  {steps}, {tiers}: {verdict}")
-    return "\n".join(lines)
 
 
 def _train(

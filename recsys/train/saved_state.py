@@ -1,8 +1,7 @@
-"""What of a model's state a run can save, and which of its tensors have several names."""
+"""What of a model's state a run can save."""
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,26 +14,7 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["is_expanded", "require_savable", "tied_names"]
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of the parameters and buffers that a model holds under several names.
-
-    Returns:
-        For each name but the first of such a tensor, the first. All are keys of the state dict.
-    """
-    keys = set(model.state_dict())
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    named = chain(
-        model.named_parameters(remove_duplicate=False),
-        model.named_buffers(remove_duplicate=False),
-    )
-    for name, tensor in named:
-        if name in keys and first.setdefault(id(tensor), name) != name:
-            found[name] = first[id(tensor)]
-    return found
+__all__ = ["is_expanded", "require_savable"]
 
 
 def is_expanded(tensor: Tensor) -> bool:
