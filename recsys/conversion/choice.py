@@ -37,7 +37,7 @@ from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
 from recsys.embeddings.rows.grads import require_no_optimizer
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tables_module import require_supported
-from recsys.embeddings.update.in_backward import read_marks
+from recsys.embeddings.update.apply_in_backward import read_marks
 from recsys.embeddings.update.translate import translate
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.tables_module import Table
-    from recsys.embeddings.update.in_backward import InBackward
+    from recsys.embeddings.update.apply_in_backward import InBackward
     from recsys.embeddings.update.translation import Translation
 
 __all__ = ["ChosenTables", "Updater", "choose_tables", "plan_of_model"]

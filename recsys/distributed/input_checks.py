@@ -12,7 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.batch import require_one_batch_size
-from recsys.embeddings.kernels.cpu.places import BAD_OFFSETS
+from recsys.embeddings.kernels.cpu.row_map import BAD_OFFSETS
 from recsys.embeddings.lookup.inputs import explain, read_features, require_features
 from recsys.embeddings.rows.bags import Lookups
 

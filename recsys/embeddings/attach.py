@@ -141,7 +141,7 @@ class Attachment:
         """
         self.write_back()
         for group in self.groups:
-            group.require_tables()
+            group.notice_moved_tables()
             group.ledger.in_order()
 
     def release(self) -> None:

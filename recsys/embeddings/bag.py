@@ -161,7 +161,7 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
             ValueError: a weight is nan; the module's settings exclude each other; or the input is
                 on another device than the rows.
         """
-        if self._nodes is None and not self._is_updated(is_needed=True):
+        if self._nodes is None and not self._try_begin(is_needed=True):
             return super().forward(input, offsets, per_sample_weights)
         run = self._break_graph if torch.compiler.is_compiling() else self._look_up
         return run(input, offsets, per_sample_weights)

@@ -124,7 +124,7 @@ class HotColdEmbedding(OneTable, nn.Embedding):
             IdOutOfRange: an id is not a row.
             MalformedBags: the input is nested, or is not int64 or int32.
         """
-        if self._nodes is None and not self._is_updated(is_needed=True):
+        if self._nodes is None and not self._try_begin(is_needed=True):
             return super().forward(input)
         return (self._break_graph if torch.compiler.is_compiling() else self._look_up)(input)
 

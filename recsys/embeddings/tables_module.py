@@ -26,8 +26,8 @@ from recsys.embeddings.tiers.budget import give_slots
 from recsys.embeddings.tiers.fetch import HitRates, claim_together
 from recsys.embeddings.tiers.file_store import ColdFiles
 from recsys.embeddings.tiers.write_back import write_back
+from recsys.embeddings.update.apply_in_backward import read_marks
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
-from recsys.embeddings.update.in_backward import read_marks
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
@@ -47,8 +47,12 @@ __all__ = [
     "Table",
     "TableModule",
     "TableSettings",
+    "check_input",
+    "device_of",
     "group_tables",
+    "groups_of",
     "require_supported",
+    "table_modules_in",
 ]
 
 _WEIGHT = repeat("weight")
@@ -326,7 +330,7 @@ class TableModule(nn.Module):
         Returns:
             For `TrainPipeline`; it need not be kept. Empty without slots.
         """
-        return claim_together(self.lookups(*arguments)) if self._is_updated() else []
+        return claim_together(self.lookups(*arguments)) if self._try_begin() else []
 
     def attach(self, places: Sequence[Place], nodes: Nodes) -> None:
         """Pass gradients to an optimizer of recsys instead of torch.
@@ -344,19 +348,17 @@ class TableModule(nn.Module):
 
     def groups(self) -> list[TableGroup]:
         """The groups of its tables, each once."""
-        self._is_updated()
+        self._try_begin()
         return list(dict.fromkeys(place.group for place in self._places))
 
     @property
     def device(self) -> torch.device:
         """Device of ids and results."""
-        return (
-            self._places[0].group.device if self._is_updated() else self.tables()[0].weight.device
-        )
+        return self._places[0].group.device if self._try_begin() else self.tables()[0].weight.device
 
     def updates(self) -> Sequence[TableUpdate]:
         """What updates its rows, and those of other modules with the same optimizer."""
-        self._is_updated()
+        self._try_begin()
         updater = self.row_optimizer or self.attachment
         return () if updater is None else updater.updates
 
@@ -374,7 +376,7 @@ class TableModule(nn.Module):
 
     def places(self) -> list[Place]:
         """The places of its tables; none if gradients are left to torch."""
-        return list(self._places) if self._is_updated() else []
+        return list(self._places) if self._try_begin() else []
 
     def sync(self) -> None:
         """Write the newest rows and state to the tables; `state_dict` does, too.
@@ -395,7 +397,7 @@ class TableModule(nn.Module):
         for group in self.groups():
             if group.device.type == "cuda":
                 torch.cuda.synchronize(group.device)
-            group.require_tables()
+            group.notice_moved_tables()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
@@ -430,7 +432,7 @@ class TableModule(nn.Module):
         )
         self.row_optimizer.steps_in_backward = settings.auto_apply
         self._pending = settings, files
-        self._is_updated()
+        self._try_begin()
 
     def _begin(self, settings: TableSettings, files: ColdFiles | None) -> None:
         formula, tables, optimizer = settings.optimizer, self.tables(), self.row_optimizer
@@ -449,7 +451,7 @@ class TableModule(nn.Module):
         named = {table.weight: table for table in reversed(self.tables())}
         return [*named.values()][::-1]
 
-    def _is_updated(self, *, is_needed: bool = False) -> bool:
+    def _try_begin(self, *, is_needed: bool = False) -> bool:
         """Whether rows are updated by recsys; from now on, if tables had no memory before.
 
         Args:
@@ -493,7 +495,7 @@ class TableModule(nn.Module):
             ValueError: a recsys optimizer updates its rows.
         """
         if self._pending is not None:
-            self._is_updated(is_needed=True)
+            self._try_begin(is_needed=True)
         are_known = map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._known)
         if (
             self._known

@@ -1,6 +1,6 @@
 """Schedules: settings for a `TrainPipeline` that say what runs when.
 
-Sequential    fetch, compute, write back; then the next mini-batch
+Sequential    each lookup fetches its rows; nothing is fetched ahead
 LookAhead     fetch for mini-batches i + 1 to i + depth while mini-batch i computes
 Hotline       fetch for the samples with missing rows while the other samples compute
 """
@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sequential:
-    """The baseline: fetches the rows of a mini-batch when its step begins."""
+    """The baseline: each lookup fetches its own rows, and nothing is fetched ahead."""
 
 
 @dataclass(frozen=True)

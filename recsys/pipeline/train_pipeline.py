@@ -65,8 +65,9 @@ class TrainPipeline:
     evaluation, neither uses nor loses them. The state of a `BatchLoader` or `HotColdLoader` does
     not count them: it names the next sample to be trained on.
 
-    Everything runs in the calling thread, except that each table group has a background thread that
-    moves rows in the order of the requests. `progress` waits for the rows of a mini-batch before
+    Everything runs in the calling thread, except that rows which are fetched ahead are moved by a
+    background thread of each table group (on CUDA, on a stream), in the order of the requests.
+    `progress` waits for the rows of a mini-batch before
     its forward; if `Hotline` splits it, in the forward of the other samples. After a transfer has
     failed, every `progress` raises `TiersFailed`.
 
@@ -182,7 +183,7 @@ class TrainPipeline:
             StopIteration: there is no mini-batch left.
             TrainingDiverged: the loss, on the CPU, is nan or inf, and no parameter was updated; or
                 the gradient of a row contains nan or inf (`NonFiniteGradient`), and only other
-                rows were updated.
+                rows were updated (on CUDA none).
             RuntimeError: the model, an optimizer or a hook raised `StopIteration`.
             ValueError: the schedule looks ahead, but the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`); `skip` does not fit the model or the

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from recsys.batch import JaggedIds, require_all_in_bags, require_one_batch_size
-from recsys.embeddings.kernels.cpu.places import BAD_OFFSETS, LEFT_OUT
+from recsys.embeddings.kernels.cpu.row_map import BAD_OFFSETS, LEFT_OUT
 from recsys.embeddings.rows.bags import Bags
 from recsys.embeddings.rows.tables import compute_dtype
 from recsys.errors import IdOutOfRange, MalformedBags

@@ -38,7 +38,7 @@ from recsys._support.torch_compat import (
     versions_of,
 )
 from recsys.embeddings.kernels.cpu.lookup import Input, pool, weight_gradients
-from recsys.embeddings.kernels.cpu.places import IN_FLIGHT, LEFT_OUT, OK
+from recsys.embeddings.kernels.cpu.row_map import IN_FLIGHT, LEFT_OUT, OK
 from recsys.embeddings.lookup.inputs import explain
 from recsys.embeddings.rows.bags import addresses
 from recsys.embeddings.rows.grads import leave_to_released
@@ -287,7 +287,7 @@ def pool_part(
         code = pool(group.kernel, group.for_lookups, *arguments)
     else:
         with group.fetcher.lock:
-            group.fetcher.require_unwritten()
+            group.fetcher.notice_writes()
             code = pool(group.kernel, group.for_lookups, *arguments)
             if code == IN_FLIGHT:
                 group.fetcher.settle()

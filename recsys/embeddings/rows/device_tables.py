@@ -67,10 +67,10 @@ class DeviceGroup(TableGroup):
         self._changed: Tensor | None = None
         super().__init__(names, tables)
 
-    def require_tables(self) -> None:
+    def notice_moved_tables(self) -> None:
         """As there; raises the error of an earlier lookup or update."""
         self._raise_error()
-        super().require_tables()
+        super().notice_moved_tables()
 
     def pool(
         self, lookups: Lookups, placed: DeviceLookups, bags: Bags, kept: Tensor, result: Tensor
@@ -80,7 +80,7 @@ class DeviceGroup(TableGroup):
         fetcher = self.fetcher
         with nullcontext() if fetcher is None else fetcher.lock:
             if fetcher is not None:
-                fetcher.require_unwritten()
+                fetcher.notice_writes()
                 fetcher.settle()
             pool(self.memories, placed, given_of(lookups, bags), kept, result)
 

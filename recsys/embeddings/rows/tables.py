@@ -196,15 +196,15 @@ class TableGroup:
         """Where the tables of lookups are; notices tables that have moved.
 
         Raises:
-            RuntimeError: as for `require_tables`.
-            ValueError: as for `require_tables`.
+            RuntimeError: as for `notice_moved_tables`.
+            ValueError: as for `notice_moved_tables`.
         """
         found = self._placed.get(lookups)
         if found is not None and (
             self.fetcher is not None or list(map(_address, found.tables)) == found.addresses
         ):
             return found
-        self.require_tables()
+        self.notice_moved_tables()
         looked_up = [self.tables[table] for table in lookups.tables]
         addresses = [self._addresses[table] for table in lookups.tables]
         found = Placed(self._numbers_of(lookups), looked_up, addresses)
@@ -213,7 +213,7 @@ class TableGroup:
         self._placed[lookups] = found
         return found
 
-    def require_tables(self) -> None:
+    def notice_moved_tables(self) -> None:
         """Notice tables that have moved; every update asks once.
 
         Raises:
@@ -224,7 +224,7 @@ class TableGroup:
             self.find_tables()
 
     def find_tables(self) -> None:
-        """As `require_tables`, for tables without rows in slots."""
+        """As `notice_moved_tables`, also for tables with slots, whose rows must have left them."""
         if list(map(_address, self.tables)) == self._addresses:
             return
         sizes = list(map(len, self.tables))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from recsys.embeddings.kernels.cpu.places import LEFT_OUT
+from recsys.embeddings.kernels.cpu.row_map import LEFT_OUT
 from recsys.errors import MalformedBags
 
 if TYPE_CHECKING:

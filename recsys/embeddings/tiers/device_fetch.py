@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from recsys.embeddings.kernels.cpu.claim import FETCHED, LEFT, NUM_COUNTS, PLANNED, POPULAR
-from recsys.embeddings.kernels.cpu.places import EMPTY, NOWHERE
+from recsys.embeddings.kernels.cpu.row_map import EMPTY, NOWHERE
 from recsys.embeddings.kernels.triton.claim import DeviceMarks, claim, most_rows
 from recsys.embeddings.kernels.triton.lookup import DeviceInput, DeviceLookups
 from recsys.embeddings.kernels.triton.memory import upload
@@ -155,7 +155,7 @@ class DeviceFetcher(Fetcher):
             mark.zero_()
 
     def _claim(self, lookups: Lookups, bags: Bags, generation: int) -> Claim:
-        self.require_unwritten()
+        self.notice_writes()
         if self._must_pin:
             self._pin()
         placed = self._group.place(lookups).lookups_5L

@@ -44,11 +44,10 @@ from recsys.embeddings.kernels.cpu.claim import (
     claim,
     drop_all,
 )
-from recsys.embeddings.kernels.cpu.places import ARRIVING, EMPTY
+from recsys.embeddings.kernels.cpu.row_map import ARRIVING, EMPTY, make_marks
 from recsys.embeddings.rows.bags import Bags, Lookups, addresses
 from recsys.embeddings.rows.grads import bind_table, group_of
 from recsys.embeddings.tiers.queue import TransferQueue
-from recsys.embeddings.tiers.row_map import make_marks
 from recsys.embeddings.tiers.table_access import TieredParameter
 from recsys.embeddings.tiers.transfer import Transfer
 from recsys.embeddings.tiers.write_back import write_back
@@ -365,7 +364,7 @@ class Fetcher:
         """Take the tables and their state as known."""
         self._versions = versions_of((*self._group.tensors, *self._views))
 
-    def require_unwritten(self) -> None:
+    def notice_writes(self) -> None:
         """Let rows leave their slots if a caller has written to the tables.
 
         Raises:
@@ -403,7 +402,7 @@ class Fetcher:
         drop_all(slot_of_row, row_of_slot, generations, is_dirty, pins)
 
     def _claim(self, lookups: Lookups, bags: Bags, generation: int) -> Claim:
-        self.require_unwritten()
+        self.notice_writes()
         if self._must_pin:
             self._pin()
         lookups_5L = self._group.place(lookups).lookups_5L

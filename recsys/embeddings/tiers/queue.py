@@ -34,7 +34,7 @@ __all__ = ["TransferQueue"]
 
 
 class TransferQueue:
-    """Runs transfers in order. All methods are called by one thread.
+    """Runs transfers in order. Callers hold the lock of the group's `Fetcher`.
 
     Args:
         slot_of_row: The row map, which learns what has arrived when the caller waits for it.

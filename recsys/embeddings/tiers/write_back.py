@@ -28,7 +28,7 @@ def write_back(group: TableGroup, *, is_checked: bool = True) -> None:
         return
     with fetcher.lock:
         if is_checked:
-            fetcher.require_unwritten()
+            fetcher.notice_writes()
         fetcher.settle()
         if group.is_on_device:
             fetcher.write_dirty()

@@ -95,7 +95,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             The result of `closure`.
 
         Raises:
-            NonFiniteGradient: a row has a gradient with nan or inf; all others were updated.
+            NonFiniteGradient: a row has a gradient with nan or inf; all others were updated (on
+                CUDA none).
             RuntimeError: a gradient was overwritten since its backward, or a table replaced.
             ValueError: settings or state do not fit the tables or the formula.
         """

@@ -135,11 +135,11 @@ class TableUpdate:
         entries = group.ledger.in_order()
         if not entries:
             return None
-        group.require_tables()
+        group.notice_moved_tables()
         if any(entry.gradient.dtype is not group.compute_dtype for entry in entries):
             entries = [entry.to(group.compute_dtype) for entry in entries]
         if group.fetcher is not None:
-            group.fetcher.require_unwritten()
+            group.fetcher.notice_writes()
         updated = entries[0].call.lookups.tables
         if len(entries) > 1:
             updated = sorted({table for entry in entries for table in entry.call.lookups.tables})
@@ -172,7 +172,7 @@ class TableUpdate:
             RuntimeError: a table has another number of rows now.
             ValueError: an array belongs to another table or another formula.
         """
-        self.group.require_tables()
+        self.group.notice_moved_tables()
         self._read_states(())
         if any(self._states):
             formula, sizes, _ = self._read(self.optimizer.param_groups[self._number])

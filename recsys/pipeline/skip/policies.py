@@ -215,7 +215,7 @@ class Importance(AbstractPolicy):
     mini-batches must have `labels` of 0 and 1.
 
     The logistic model learns from the samples that are trained on, with their weights 1 / q. See
-    `recsys.pipeline.skip.predictor`.
+    `recsys.pipeline.skip.importance`.
 
     Args:
         share: The share of samples to leave out.

@@ -15,13 +15,13 @@ from recsys.batch import features_by_table, has_bags
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.embeddings.kernels.cpu.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.staleness.drift import tracked_bytes
 from recsys.embeddings.tables_module import groups_of
 from recsys.embeddings.tiers.budget import slot_bytes
 from recsys.embeddings.tiers.fetch import HitRates
-from recsys.embeddings.tiers.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline import (
     FAE,

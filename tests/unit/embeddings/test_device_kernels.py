@@ -6,8 +6,8 @@ import torch
 
 from recsys.embeddings import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.kernels.cpu import claim as on_cpu
-from recsys.embeddings.kernels.cpu.places import LEFT_OUT
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
+from recsys.embeddings.kernels.cpu.row_map import LEFT_OUT
 from recsys.embeddings.rows.bags import Bags, Lookups, addresses
 from recsys.embeddings.rows.tables import compute_dtype
 from tests.exact.oracle import Oracle

@@ -302,7 +302,7 @@ def test_input_and_tables_on_another_device_are_refused():
     group = DeviceGroup(["t"], [nn.Parameter(torch.empty(3, 4))], torch.device("cpu"))
     group.device, group.tables[0].data = torch.device("cuda"), torch.empty(3, 4)
     with pytest.raises(ValueError, match=r"bfloat16 on cuda, .* to move it, build it"):
-        group.require_tables()  # as after `module.cpu()`
+        group.notice_moved_tables()  # as after `module.cpu()`
 
 
 def test_a_collection_that_is_left_to_torch_may_move():

@@ -13,7 +13,7 @@ Letters: T tables, R rows, S slots, N ids, L lookups, M moves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import prange
@@ -23,7 +23,14 @@ from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch
 from recsys.embeddings.kernels.cpu.intrinsics.turns import next_turn
 from recsys.embeddings.kernels.cpu.lookup import INT32, INT64
-from recsys.embeddings.kernels.cpu.places import ARRIVING, EMPTY, LEAVING, NOWHERE, WANTED
+from recsys.embeddings.kernels.cpu.row_map import (
+    ARRIVING,
+    EMPTY,
+    LEAVING,
+    NOWHERE,
+    WANTED,
+    Marks,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,7 +49,6 @@ __all__ = [
     "ROWS",
     "ROWS_HIT",
     "WRITTEN",
-    "Marks",
     "claim",
     "drop_all",
     "list_dirty",
@@ -60,28 +66,6 @@ _MIN_SHARED_IDS = 4096  # fewer are claimed before a second thread wakes
 _AHEAD = np.uint64(16)
 _MOST_USES = np.uint8(255)
 _ONE = np.uint64(1)
-
-
-class Marks(NamedTuple):
-    """Where rows are, and what is known of slots.
-
-    Attributes:
-        slot_of_row: The row map, (R,).
-        row_of_slot: (S,).
-        generations: The last mini-batch that claimed the slot, by number, (S,).
-        uses: How many mini-batches claimed it; the clock's hand halves it in passing, (S,).
-        is_dirty: Whether cold memory is older than the slot; updates set it, (S,).
-        hand: Where the clock's hand is, (1,).
-        pins: `PLANNED` or `POPULAR` for a row that does not leave its slot, else 0, (S,).
-    """
-
-    slot_of_row: NDArray[np.int32]
-    row_of_slot: NDArray[np.int32]
-    generations: NDArray[np.int32]
-    uses: NDArray[np.uint8]
-    is_dirty: NDArray[np.uint8]
-    hand: NDArray[np.int64]
-    pins: NDArray[np.uint8]
 
 
 def claim(

@@ -28,8 +28,8 @@ from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
 from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch, prefetch_run
 from recsys.embeddings.kernels.cpu.intrinsics.summing import add_bag
-from recsys.embeddings.kernels.cpu.places import BAD_OFFSETS, IN_FLIGHT, NOWHERE, OK
 from recsys.embeddings.kernels.cpu.rounding import widen
+from recsys.embeddings.kernels.cpu.row_map import BAD_OFFSETS, IN_FLIGHT, NOWHERE, OK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

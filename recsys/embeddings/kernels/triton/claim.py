@@ -38,7 +38,7 @@ from recsys.embeddings.kernels.cpu.claim import (
     ROWS_HIT,
     WRITTEN,
 )
-from recsys.embeddings.kernels.cpu.places import EMPTY, NOWHERE, WANTED
+from recsys.embeddings.kernels.cpu.row_map import EMPTY, NOWHERE, WANTED
 from recsys.embeddings.kernels.triton.lookup import bounds_of
 
 if TYPE_CHECKING:
