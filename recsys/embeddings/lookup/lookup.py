@@ -37,7 +37,7 @@ from recsys._support.torch_compat import (
     top_saved_tensors_hooks,
     versions_of,
 )
-from recsys.embeddings.kernels.cpu.lookup import Input, pool, weight_gradients
+from recsys.embeddings.kernels.cpu.lookup import Input, leave_out, pool, weight_gradients
 from recsys.embeddings.kernels.cpu.row_map import IN_FLIGHT, LEFT_OUT, OK
 from recsys.embeddings.lookup.inputs import explain
 from recsys.embeddings.rows.bags import addresses
@@ -249,16 +249,16 @@ def require_one_dtype(parts: Sequence[Part], weights: Tensor | None) -> torch.dt
 
 def _without_row(group: TableGroup, call: Call, row: int) -> Call:
     """A lookup of bags of one id, without those of a row."""
-    ids = call.kept[: call.num_ids]
-    is_kept = ids != row
+    num_ids, kept = call.num_ids, call.kept
     if group.is_on_device:
-        ids.masked_fill_(~is_kept, LEFT_OUT)
+        ids = kept[:num_ids]
+        ids.masked_fill_(ids == row, LEFT_OUT)
         return call
-    if bool(is_kept.all()):
+    num_left = leave_out(row, num_ids, kept.numpy())
+    if num_left == num_ids:
         return call
-    ends = torch.cat([is_kept.new_zeros(1, dtype=torch.int32), is_kept.cumsum(0)])
-    kept = torch.cat([ids[is_kept], ends]).to(torch.int32)
-    return call._replace(kept=kept, num_ids=len(kept) - len(ends), num_bounds=call.num_samples)
+    kept = kept[num_ids - num_left :]
+    return call._replace(kept=kept, num_ids=num_left, num_bounds=call.num_samples)
 
 
 def new_kept(group: TableGroup, num_ids: int, num_bags: int) -> Tensor:

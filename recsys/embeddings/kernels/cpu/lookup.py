@@ -20,6 +20,7 @@ from numba import prange
 from recsys._support.jit import (
     ParallelKernel,
     inlined_part,
+    kernel,
     kernel_part,
     num_parts,
     parallel_kernel,
@@ -39,6 +40,7 @@ __all__ = [
     "INT64",
     "MIN_SHARED_BYTES",
     "Input",
+    "leave_out",
     "lookup_kernel",
     "pool",
     "weight_gradients",
@@ -127,6 +129,31 @@ def pool(
     return (kernel.alone if is_small else kernel)(
         *rows, lookups_5L, *given, result_at, width, 1 if is_small else num_parts()
     )
+
+
+@kernel
+def leave_out(row: int, num_ids: int, kept: NDArray[np.int32]) -> int:
+    """Leave a row out of bags of one id, after their lookup.
+
+    Args:
+        row: The row.
+        num_ids: N.
+        kept: The ids, and room for where N bags begin, (2 N + 1,).
+
+    Returns:
+        How many ids are left. They and where their bags begin are then at the end of `kept`.
+    """
+    num_left = 0
+    for bag in range(num_ids):
+        kept[num_ids + bag] = num_left
+        num_left += kept[bag] != row
+    kept[2 * num_ids] = num_left
+    begin = num_ids
+    for bag in range(num_ids - 1, -1, -1):
+        if kept[bag] != row:
+            begin -= 1
+            kept[begin] = kept[bag]
+    return num_left
 
 
 @inlined_part
