@@ -7,19 +7,16 @@ import torch
 from recsys.batch import Batch, JaggedIds
 from recsys.config import load_config
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline import (
     FAE,
     Auto,
     DropInput,
-    FreezeRows,
     Guard,
     HotColdLoader,
     Hotline,
     Importance,
     LookAhead,
-    Observe,
     Paper,
     RandomDrop,
     Sequential,
@@ -175,8 +172,6 @@ REFUSALS = [
     ("a truth as a share", lambda: RandomDrop(True), ConfigError, "share"),
     ("a huge share", lambda: RandomDrop(10**400), ConfigError, "share"),
     ("a negative seed", lambda: RandomDrop(0.2, -1), ConfigError, "seed"),
-    ("no staleness", lambda: Observe(0.2, None), ConfigError, "staleness"),
-    ("a number as a guard", lambda: FreezeRows(0.2, Staleness(), 7), ConfigError, "guard"),
     ("nothing kept", lambda: Subsample(0.2, 0.0), ConfigError, "keep"),
     ("more than is left", lambda: Subsample(0.5, 0.6), ConfigError, "share"),
     ("all left out", lambda: Importance(1.0), ConfigError, "share"),
@@ -185,7 +180,6 @@ REFUSALS = [
     ("30 bits", lambda: Importance(bits=30), ConfigError, "bits"),
     ("a rate of nothing", lambda: Importance(lr=0.0), ConfigError, "lr"),
     ("negative warm_up", lambda: Importance(warm_up=-1), ConfigError, "warm_up"),
-    ("1 as a guard", lambda: Importance(guard=1), ConfigError, "guard"),
     ("every 81", lambda: Guard(every=81), ConfigError, "every"),
     ("every 1000.0", lambda: Guard(every=1000.0), ConfigError, "every"),
     ("9 steps", lambda: Guard(steps=9), ConfigError, "steps"),

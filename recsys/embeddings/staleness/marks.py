@@ -4,16 +4,23 @@ A mark has 16 bits: the highest one says that the row is stale, the others count
 numbered over all tables of all groups. Every line of 64 rows has a byte that says whether one of
 them was counted, so that a window's end reads the counts of these lines alone.
 
+`UpdateWatch` counts the rows of updates, and leaves out the lookups of stale ones. An entry of a
+ledger that loses lookups gets bags of its own, one after another for each lookup. With mean
+pooling, these have weights, because the rest of a bag is still divided by the whole bag's length.
+
 Letters: B samples, L lookups, V ids of a lookup, M rows, R rows of all tables.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from recsys.embeddings.kernels.cpu.row_map import LEFT_OUT
+from recsys.embeddings.rows.bags import Lookups
 from recsys.errors import MalformedBags
 
 if TYPE_CHECKING:
@@ -22,11 +29,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.embeddings.lookup.lookup import Part
-    from recsys.embeddings.rows.bags import Bags, Lookups
-    from recsys.embeddings.rows.ledger import Call
+    from recsys.embeddings.rows.bags import Bags
+    from recsys.embeddings.rows.ledger import Call, Entry
     from recsys.embeddings.rows.tables import TableGroup
 
-__all__ = ["LookedUp", "RowMarks", "host_input", "marks_bytes"]
+__all__ = ["LookedUp", "RowMarks", "UpdateWatch", "host_input", "marks_bytes"]
 
 _STALE, _MOST_COUNTED = np.uint16(2**15), np.uint16(2**15 - 1)
 _LINE = 64  # rows
@@ -235,3 +242,103 @@ def host_input(bags: Bags) -> tuple[NDArray[np.integer], NDArray[np.integer] | N
 def _require_ascending(offsets: NDArray[np.integer], num_ids: int) -> None:
     if offsets[0] != 0 or offsets[-1] > num_ids or (np.diff(offsets) < 0).any():
         raise MalformedBags(f"offsets must ascend from 0 to the number of ids, which is {num_ids}")
+
+
+class UpdateWatch:
+    """Sees the ledgers of all groups of some marks before each update.
+
+    Args:
+        marks: The marks of the rows.
+
+    Attributes:
+        is_counting: Whether the next updates are counted.
+        freezes: Whether updates leave out stale rows; None if they never do.
+        num_lookups: Lookups in the updates so far, unless they never leave any out.
+        num_left_out: How many of them were left out.
+
+    Raises:
+        ValueError: something else sees the ledger of a group.
+    """
+
+    def __init__(self, marks: RowMarks) -> None:
+        self._marks, self.is_counting = marks, False
+        self.freezes: bool | None = None
+        self.num_lookups = self.num_left_out = 0
+        for group in marks.groups:
+            if group.before_update is not None:
+                raise ValueError(
+                    f"tables {group.names} already have a StalenessTracker; close it first: "
+                    "call its close(), or pipeline.skipping.close() if it is a TrainPipeline's"
+                )
+        self._hooks = {group: partial(self._before_update, group) for group in marks.groups}
+        for group, hook in self._hooks.items():
+            group.before_update = hook
+
+    def close(self) -> None:
+        """See no ledger any more."""
+        for group, hook in self._hooks.items():
+            if group.before_update is hook:
+                group.before_update = None
+
+    def _before_update(self, group: TableGroup, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """See `TableGroup.before_update`. Rows that are left out are not counted."""
+        if self.freezes is None and not self.is_counting:
+            return entries
+        found = [self._marks.rows_of_call(group, entry.call) for entry in entries]
+        rows = np.concatenate([np.empty(0, np.int64), *(each.rows for each in found)])
+        if self.freezes is not None:
+            self.num_lookups += len(rows)
+        if self.freezes and len(self._marks.stale):
+            are_kept = [~self._marks.are_stale(each.rows) for each in found]
+            cut = map(_keep_lookups, entries, found, are_kept)
+            entries = [entry for entry in cut if entry is not None]
+            num_before, rows = len(rows), rows[np.concatenate([np.empty(0, np.bool_), *are_kept])]
+            self.num_left_out += num_before - len(rows)
+        if self.is_counting:
+            self._marks.count(rows)
+        return entries
+
+
+def _keep_lookups(entry: Entry, found: LookedUp, is_kept: NDArray[np.bool_]) -> Entry | None:
+    """The entry with some of its lookups; None if there are none.
+
+    The gradients of their rows stay as they are.
+
+    Args:
+        entry: The entry of a ledger.
+        found: What it has looked up.
+        is_kept: Which of these stay, (V,).
+    """
+    if is_kept.all():
+        return entry
+    if not is_kept.any():
+        return None
+    call, device, bags = entry.call, entry.call.kept.device, found.bags[is_kept]
+    num_bags = len(call.lookups.locations) * call.num_samples
+    lengths = np.bincount(bags, minlength=num_bags)
+    weights = call.weights
+    if weights is not None:
+        weights = weights[torch.from_numpy(found.places[is_kept]).to(device)]
+    if call.lookups.is_mean and call.num_bounds:
+        divisors = torch.from_numpy(np.bincount(found.bags)[bags])
+        divisors = divisors.to(device, entry.gradient.dtype)
+        weights = (torch.ones_like(divisors) if weights is None else weights) / divisors
+    # Kernels of a device read how long bags are, too.
+    parts = [found.ids[is_kept], np.zeros(1, np.int64), lengths.cumsum(), lengths]
+    changed = call._replace(
+        lookups=_in_order(call.lookups),
+        kept=torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device),
+        num_ids=len(bags),
+        num_bounds=num_bags,
+        weights=weights,
+    )
+    return entry._replace(call=changed)
+
+
+@lru_cache(maxsize=64)
+def _in_order(lookups: Lookups) -> Lookups:
+    """The same lookups of an input that has the bags of one lookup after another."""
+    locations = [
+        (table, number, column) for number, (table, _, column) in enumerate(lookups.locations)
+    ]
+    return Lookups(locations, is_mean=False)

@@ -8,7 +8,11 @@ rows have moved, finds the threshold, and decides which rows count as stale. A d
 steps holds for mini-batches s + `LEAD` and later, so it depends neither on how far a schedule looks
 ahead nor on when its threads run. Everything happens in the calling thread.
 
-Letters: B samples, S sampled inputs.
+A row is followed from the end of a window in which it was updated often enough. Then it has a
+snapshot, and its history begins. It is followed as long as it is stale, or among the rows that are
+updated most.
+
+Letters: B samples, M rows, S sampled inputs.
 """
 
 from __future__ import annotations
@@ -24,16 +28,14 @@ import torch
 from torch import nn
 
 from recsys._support.states import require_same, require_state
-from recsys._support.user_warnings import warn_caller
-from recsys.embeddings.staleness.drift import FollowedRows, input_levels, tracked_bytes
-from recsys.embeddings.staleness.freeze import UpdateWatch
-from recsys.embeddings.staleness.marks import RowMarks
+from recsys.embeddings.staleness.marks import RowMarks, UpdateWatch, marks_bytes
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.tables_module import table_modules_in
+from recsys.embeddings.tiers.write_back import write_back
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -42,15 +44,20 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.bags import Bags
     from recsys.embeddings.rows.tables import TableGroup
 
-__all__ = ["MOST_INPUTS", "StalenessTracker", "groups_in"]
+__all__ = [
+    "MOST_INPUTS",
+    "StalenessTracker",
+    "groups_in",
+    "input_levels",
+    "table_rows",
+    "tracked_bytes",
+]
 
 MOST_INPUTS = 4096  # the newest inputs, which the threshold is found from
 _MOST_SHARE = 1.5  # times the share: what inputs with equal levels may add to it
+_REST = 4  # windows in which a stale row is not judged before its trial
+_FLAG_BYTES = 2 * 8  # in the lists of rows that are stale now, and for mini-batches taken ahead
 _NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
-_STATE_KEYS = (
-    *("settings", "sizes", "num_steps", "num_seen", "threshold", "stale_share", "lookups"),
-    *("inputs", "flags", "history", "snapshots", "counted"),
-)
 
 
 class StalenessTracker:
@@ -106,7 +113,6 @@ class StalenessTracker:
         self._marks = RowMarks(groups_in([modules] if isinstance(modules, nn.Module) else modules))
         self._followed = FollowedRows(self._marks, staleness, freezes_rows=freezes_rows)
         self._watch = UpdateWatch(self._marks)
-        self._has_warned = False
         self.reset()
 
     def reset(self) -> None:
@@ -251,8 +257,8 @@ class StalenessTracker:
 
         Without the ids of 4096 sampled inputs, and of those of mini-batches that are taken ahead.
         """
-        tables = [table for group in self._marks.groups for table in group.tables]
-        return tracked_bytes(tables, self.staleness)
+        groups = self._marks.groups
+        return tracked_bytes([table for group in groups for table in group.tables], self.staleness)
 
     def report(self) -> dict[str, Any]:
         """What was found so far, in JSON types.
@@ -311,7 +317,7 @@ class StalenessTracker:
             ConfigError: `state` is not of a tracker with the same settings and tables; nothing has
                 changed.
         """
-        found = require_state("tracker state", state, _STATE_KEYS)
+        found = require_state("tracker state", state, self.state_dict())
         require_same(
             "tracker", found, {"settings": asdict(self.staleness), "sizes": self._marks.sizes}
         )
@@ -349,18 +355,6 @@ class StalenessTracker:
         self._stale_share = float((of_inputs <= threshold).mean()) if inputs else None
         self._flags.append((self.num_steps + LEAD, followed.stale_in(window + 1)))
         followed.follow()
-        # A row has a level after `patience` windows, or one more, at the earliest.
-        num_known, settings = int(np.isfinite(of_inputs).sum()), self.staleness
-        is_missed = self.share > 0 and num_known < max(1, int(self.share * len(inputs)))
-        if is_missed and window > settings.patience + 1 and not self._has_warned:
-            self._has_warned = True
-            warn_caller(
-                f"staleness: a share of {self.share} cannot be reached: only {num_known} of "
-                f"{len(inputs)} sampled inputs have rows that were all updated at least "
-                f"{settings.min_updates} times in each of {settings.patience} windows of "
-                f"{settings.window} steps; lower the share or min_updates, or raise window or "
-                "max_rows"
-            )
 
     def _find_threshold(self, levels: NDArray[np.float64]) -> float:
         """The level at rank share * S of the sampled inputs: it is exact, and takes one sort.
@@ -402,3 +396,162 @@ def groups_in(models: Iterable[nn.Module]) -> list[TableGroup]:
             "recsys.accelerate(model, optimizer=...) first"
         )
     return list(found)
+
+
+def history_type(patience: int) -> np.dtype[Any]:
+    """What is kept about a followed row.
+
+    Fields:
+        row: Its number, counted over all tables.
+        judged_in: The last window in which its drift was measured.
+        num_judged: Windows in a row in which it was measured.
+        is_stale: Whether it is stale; also while it is on trial.
+        drifts: Its last `patience` drifts, the oldest first.
+    """
+    return np.dtype(
+        [
+            ("row", np.int64),
+            ("judged_in", np.int32),
+            ("num_judged", np.int32),
+            ("is_stale", np.bool_),
+            ("drifts", np.float32, (patience,)),
+        ]
+    )
+
+
+def tracked_bytes(tables: Sequence[Tensor], staleness: Staleness) -> int:
+    """The most bytes that a tracker takes: marks, snapshots, history, and lists of stale rows.
+
+    Args:
+        tables: All tables that it follows; only their shapes and dtypes are read.
+        staleness: The settings.
+    """
+    num_rows = sum(map(len, tables))
+    of_row = max(table.shape[1] * table.dtype.itemsize for table in tables)
+    of_row += history_type(staleness.patience).itemsize + _FLAG_BYTES
+    return marks_bytes(num_rows) + min(staleness.max_rows, num_rows) * of_row
+
+
+def table_rows(marks: RowMarks, rows: NDArray[np.int64]) -> Iterator[tuple[slice, Tensor]]:
+    """The newest values of rows, (M,) ascending, table by table, where kernels run.
+
+    Yields:
+        Which of the rows are of the table, and their values.
+
+    Raises:
+        ConflictingWrite: a table was written to while slots had newer rows.
+        TiersFailed: a transfer of rows has failed.
+    """
+    ends, number = np.searchsorted(rows, marks.first_rows).tolist(), 0
+    for group in marks.groups:
+        write_back(group)
+        for table in group.tensors[: len(group.tables)]:  # not their states
+            chosen = slice(ends[number], ends[number + 1])
+            at = torch.from_numpy(rows[chosen] - marks.first_rows[number])
+            yield chosen, table.index_select(0, at.to(table.device)).to(group.device)
+            number += 1
+
+
+def input_levels(
+    inputs: Sequence[NDArray[np.int64]], rows: NDArray[np.int64], levels: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The level of each input, (S,): the greatest level of its rows; infinite if it has no rows.
+
+    Args:
+        inputs: The rows of each input.
+        rows: The rows that have a level, (M,) ascending; the level of others is infinite.
+        levels: Their levels, (M,).
+    """
+    looked_up = np.concatenate([np.empty(0, np.int64), *inputs])
+    places = np.searchsorted(rows, looked_up)
+    of_rows = np.append(levels, inf)[places]
+    of_rows[np.append(rows, -1)[places] != looked_up] = inf
+    found = np.full(len(inputs), -inf)
+    np.maximum.at(found, np.arange(len(inputs)).repeat(list(map(len, inputs))), of_rows)
+    found[found == -inf] = inf
+    return found
+
+
+class FollowedRows:
+    """The followed rows.
+
+    Args:
+        marks: Bits and counts of all rows.
+        staleness: The settings.
+        freezes_rows: Whether steps leave out stale rows.
+
+    Attributes:
+        history: A `history_type` for each followed row, (M,), ascending by row.
+        snapshots: The rows when the window began, table by table.
+    """
+
+    def __init__(self, marks: RowMarks, staleness: Staleness, *, freezes_rows: bool) -> None:
+        self._marks, self._staleness, self._freezes_rows = marks, staleness, freezes_rows
+        self.reset()
+
+    def reset(self) -> None:
+        """Follow no row."""
+        self.history: NDArray[Any] = np.empty(0, history_type(self._staleness.patience))
+        self.snapshots = [now for _, now in table_rows(self._marks, self.history["row"])]
+
+    def judge(self, window: int) -> NDArray[np.float64]:
+        """Measure how far each row has moved in a window.
+
+        Args:
+            window: Number of the window that ends.
+
+        Returns:
+            The level of each row, (M,): the greatest of its last `patience` drifts; infinite if it
+            is unknown.
+        """
+        settings, history = self._staleness, self.history
+        num_judged, drifts = history["num_judged"], history["drifts"]
+        updates = self._marks.counts_of(history["row"]).astype(np.int64) * settings.count_every
+        is_judged = updates >= settings.min_updates
+        # A row that was stale in the window before is so for 32 steps more. If it freezes, it does
+        # not move in these, so it is judged by the next window.
+        rests = history["is_stale"] & (window - history["judged_in"] <= _REST + self._freezes_rows)
+        if self._freezes_rows:
+            is_judged &= ~rests
+        drifts[is_judged, :-1] = drifts[is_judged, 1:]
+        drifts[is_judged, -1] = self._measure()[is_judged]
+        history["judged_in"][is_judged] = window
+        num_judged[is_judged] += 1
+        num_judged[~is_judged & ~rests] = 0
+        return np.where(num_judged >= settings.patience, drifts.max(1), inf).astype(np.float64)
+
+    def _measure(self) -> NDArray[np.float32]:
+        """The drift of each row, (M,): the mean change of its numbers; 16 bits count as 32.
+
+        That of a row that is no number, then or now, is infinite.
+        """
+        found = np.empty(len(self.history), np.float32)
+        of_tables = table_rows(self._marks, self.history["row"])
+        for before, (chosen, now) in zip(self.snapshots, of_tables, strict=True):
+            dtype = torch.promote_types(now.dtype, torch.float32)
+            change = (now.to(dtype) - before.to(now.device, dtype)).abs().mean(1).float()
+            found[chosen] = change.nan_to_num(nan=inf, posinf=inf).cpu().numpy()
+        return found
+
+    def stale_in(self, window: int) -> NDArray[np.int64]:
+        """The rows that count as stale in a window: stale and not on trial, ascending."""
+        history = self.history
+        is_resting = history["is_stale"] & (window - history["judged_in"] <= _REST)
+        return history["row"][is_resting].copy()
+
+    def follow(self) -> None:
+        """Choose the rows to follow in the next window, take their snapshots, and count anew."""
+        settings, history = self._staleness, self.history
+        stale = history["row"][history["is_stale"]]
+        rows, counts = self._marks.counted(-(-settings.min_updates // settings.count_every))
+        is_other = ~np.isin(rows, stale, assume_unique=True)
+        rows, counts = rows[is_other], counts[is_other]
+        most = min(settings.max_rows, sum(self._marks.sizes)) - len(stale)
+        rows = rows[np.argsort(np.uint16(2**15) - counts, kind="stable")[:most]]
+        rows = np.sort(np.concatenate([stale, rows]))
+        self.history = np.zeros(len(rows), history.dtype)
+        self.history["row"] = rows
+        _, new, old = np.intersect1d(rows, history["row"], True, True)
+        self.history[new] = history[old]
+        self.snapshots = [now for _, now in table_rows(self._marks, rows)]
+        self._marks.set_counts(rows[:0], counts[:0])

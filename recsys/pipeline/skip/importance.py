@@ -33,6 +33,7 @@ References:
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,6 @@ from recsys._support.jit import kernel, kernel_part
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch, prefetch_to_write
 from recsys.embeddings.staleness.marks import host_input
 from recsys.embeddings.staleness.settings import LEAD
-from recsys.pipeline.skip.choice import random_bits
 from recsys.pipeline.skip.refill import EVERYTHING, Chosen, RawBatch
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class ImportanceChoice:
         features = self._features_of(raw.batch, raw.size)
         scores = np.abs(labels - predict(holding[-1], features))
         probabilities = keep_probabilities(scores, share, self._policy.least)
-        start = int(random_bits(self._policy.seed, raw)[0] >> np.uint64(11)) / 2**53
+        start = int(raw.random_bits(self._policy.seed)[0] >> np.uint64(11)) / 2**53
         samples = draw_systematically(probabilities, start)
         return Chosen(samples, (1 / probabilities[samples]).astype(np.float32))
 
@@ -152,10 +152,6 @@ class ImportanceChoice:
         oldest = max((first for first in self.versions if first <= number), default=0)
         self.versions = {first: of for first, of in self.versions.items() if first >= oldest}
 
-    def report(self) -> dict[str, Any]:
-        """Steps that the model has learned from."""
-        return {"num_steps": self.num_steps}
-
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step, in JSON types and tensors."""
         known = {} if self.weights is None else {-1: self.weights, -2: self.sums, **self.versions}
@@ -181,6 +177,12 @@ class ImportanceChoice:
         dense = getattr(batch, "dense_features", None)
         if not isinstance(dense, Tensor) or dense.dim() != 2 or len(dense) != size:
             dense = torch.empty(size, 0)
+        known = dense.shape[1] if self.weights is None else len(self.weights.dense) - 1
+        if dense.shape[1] != known:
+            raise ValueError(
+                "dense_features: each mini-batch must have as many columns, got "
+                f"{dense.shape[1]} after {known}"
+            )
         parts = self._tables.parts(batch, size, self._setting)
         return features_of(parts, _to_numpy(dense), size, self._policy.bits)
 
@@ -191,21 +193,17 @@ class ImportanceChoice:
             ValueError: there are none, or not of 0 and 1.
         """
         labels = getattr(batch, "labels", None)
-        if not isinstance(labels, Tensor) or size not in (None, labels.numel()):
-            shape = "none" if labels is None else f"{getattr(labels, 'shape', type(labels))}"
+        if (
+            not isinstance(labels, Tensor)
+            or size not in (None, labels.numel())
+            or not ((labels == 0) | (labels == 1)).all()
+        ):
             raise ValueError(
                 f"{self._setting} compares labels with predictions, so mini-batches must have an "
-                f"attribute labels (B,), got {shape} in {type(batch).__name__}; use recsys.Batch, "
-                "or another policy"
+                f"attribute labels (B,) of 0 and 1, got {reprlib.repr(labels)} in "
+                f"{type(batch).__name__}; use recsys.Batch, or another policy"
             )
-        found = _to_numpy(labels).reshape(-1)
-        is_wrong = (found != 0) & (found != 1)
-        if is_wrong.any():
-            raise ValueError(
-                f"{self._setting} needs labels of 0 and 1, because it compares them with "
-                f"probabilities, got {found[is_wrong][0]:g}; use another policy"
-            )
-        return found
+        return _to_numpy(labels).reshape(-1)
 
 
 class SampleFeatures(NamedTuple):
@@ -270,12 +268,7 @@ def features_of(
 
 
 def predict(weights: Weights, features: SampleFeatures) -> NDArray[np.float64]:
-    """The probability of label 1 of each sample, (B,).
-
-    Raises:
-        ValueError: the weights are of another number of dense features.
-    """
-    _require_fit(weights, features)
+    """The probability of label 1 of each sample, (B,)."""
     found = np.empty(len(features.bounds) - 1, np.float64)
     _predict(found, *weights, features.slots, features.bounds, features.dense)
     return found
@@ -288,7 +281,7 @@ def learn(
     labels: NDArray[np.float32],
     sample_weights: NDArray[np.float32],
     lr: float,
-) -> NDArray[np.float64]:
+) -> None:
     """Learn from the samples of a mini-batch, one after the other.
 
     Args:
@@ -300,29 +293,12 @@ def learn(
         lr: The learning rate.
 
     Shape:
-        labels, sample_weights, result (B,).
-
-    Returns:
-        The probability of label 1 of each sample, predicted just before it was learned.
-
-    Raises:
-        ValueError: the number of dense features has changed.
+        labels, sample_weights (B,).
     """
-    _require_fit(weights, features)
-    found = np.empty(len(labels), np.float64)
     steps = np.empty(int(np.diff(features.bounds).max(initial=0)), np.float32)
     slots, bounds, dense = features
     step_lr = np.float32(lr)
-    _learn(found, *weights, *sums, slots, bounds, dense, labels, sample_weights, step_lr, steps)
-    return found
-
-
-def _require_fit(weights: Weights, features: SampleFeatures) -> None:
-    known, found = len(weights.dense) - 1, features.dense.shape[1]
-    if known != found:
-        raise ValueError(
-            f"dense_features: each mini-batch must have as many columns, got {found} after {known}"
-        )
+    _learn(*weights, *sums, slots, bounds, dense, labels, sample_weights, step_lr, steps)
 
 
 def keep_probabilities(
@@ -440,13 +416,8 @@ def _logit(
     num_dense = dense_BK.shape[1]
     of_numbers = zero
     for number in range(num_dense):
-        of_numbers += of_dense[number] * _cut(dense_BK[sample, number])
+        of_numbers += of_dense[number] * min(max(dense_BK[sample, number], -_LARGEST), _LARGEST)
     return ((first + second) + (third + fourth)) + (of_numbers + of_dense[num_dense])
-
-
-@kernel_part
-def _cut(number: np.float32) -> Any:
-    return min(max(number, -_LARGEST), _LARGEST)
 
 
 @kernel
@@ -468,7 +439,6 @@ def _predict(
 
 @kernel
 def _learn(
-    found_B: NDArray[np.float64],
     of_slots: NDArray[np.float32],
     of_dense: NDArray[np.float32],
     sums_of_slots: NDArray[np.float32],
@@ -486,14 +456,14 @@ def _learn(
     They are computed in a loop of their own, which is vectorised.
     """
     num_dense = dense_BK.shape[1]
-    for sample in range(len(found_B)):
-        ahead = min(sample + _AHEAD, len(found_B) - 1)
+    for sample in range(len(labels_B)):
+        ahead = min(sample + _AHEAD, len(labels_B) - 1)
         for place in range(bounds[ahead], bounds[ahead + 1]):
             prefetch_to_write(of_slots, slots_V[place])
             prefetch_to_write(sums_of_slots, slots_V[place])
         z = _logit(sample, of_slots, of_dense, slots_V, bounds, dense_BK)
-        found_B[sample] = 1 / (1 + np.exp(-np.float64(z)))
-        gradient = weights_B[sample] * (np.float32(found_B[sample]) - labels_B[sample])
+        predicted = np.float32(1 / (1 + np.exp(-np.float64(z))))
+        gradient = weights_B[sample] * (predicted - labels_B[sample])
         square = gradient * gradient
         if not np.isfinite(square):
             continue
@@ -508,7 +478,7 @@ def _learn(
         for number in range(count):
             of_slots[slots_V[begin + number]] -= steps[number]
         for number in range(num_dense):
-            x = _cut(dense_BK[sample, number])
+            x = min(max(dense_BK[sample, number], -_LARGEST), _LARGEST)
             total = sums_of_dense[number] + square * x * x
             sums_of_dense[number] = total
             of_dense[number] -= step * x / np.sqrt(total)

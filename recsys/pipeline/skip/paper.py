@@ -21,27 +21,24 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 import torch
 
 from recsys._support.states import require_state
 from recsys._support.untrusted import is_finite_number, is_int
-from recsys._support.user_warnings import warn_caller
 from recsys.datasets.loader import BatchIterator
-from recsys.embeddings.staleness.drift import input_levels, table_rows
 from recsys.embeddings.staleness.marks import RowMarks, marks_bytes
-from recsys.embeddings.staleness.tracker import groups_in
+from recsys.embeddings.staleness.tracker import groups_in, input_levels, table_rows
 from recsys.embeddings.tiers.budget import map_bytes
 from recsys.errors import ConfigError
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.skip.refill import EVERYTHING, Chosen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
+    from weakref import ref
 
     from numpy.typing import NDArray
     from torch import Tensor, nn
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["Paper", "PaperClassifier", "budget_beside_hot_rows", "draw_places", "search_threshold"]
 
 _BYTES_PER_ROW = 8 + 8  # a row number and a change
-_STATE_KEYS = ("epoch", "is_decided", "hot_rows", "snapshots", "stale", "decisions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,11 +247,6 @@ class PaperClassifier:
             hot_rows.append(planned.astype(np.int64) + first)
         self._hot_rows = np.concatenate(hot_rows)
         self._row_bytes = max(group.dim * group.tables[0].dtype.itemsize for group in marks.groups)
-        self._has_warned = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all that was found."""
         self.decisions: list[dict[str, Any]] = []
         self._begin_epoch(0)
 
@@ -288,29 +279,15 @@ class PaperClassifier:
                 f"{self._setting} needs all cold mini-batches of an epoch before the hot ones, got "
                 f"{loader.fae}; use FAE(rate=100, is_adaptive=False)"
             )
-        num_batches = loader.num_hot_batches
-        last = self.paper.last_of_window(num_batches)
-        num_sampled = self.paper.num_sampled(loader.num_hot_samples)
-        if (last >= num_batches - 1 or not num_sampled) and not self._has_warned:
-            self._has_warned = True
-            warn_caller(
-                f"{self._setting} has no effect: the second snapshot comes after hot mini-batch "
-                f"{last}, and the sample has {num_sampled} of the hot samples after it, but an "
-                f"epoch has {num_batches} hot mini-batches; lower first_snapshot, or raise "
-                "sample_share",
-            )
         return loader
 
-    def chooser(self, iterator: Iterator[Any]) -> Callable[[RawBatch], Chosen]:
-        """What chooses from the mini-batches of an iterator; it does not keep the iterator alive.
+    def choose(self, known: ref[Any], raw: RawBatch) -> Chosen:
+        """Choose from the mini-batch that an iterator has just returned.
 
         Args:
-            iterator: One that `require_loader` accepts.
+            known: The iterator, which this does not keep alive; one that `require_loader` accepts.
+            raw: The mini-batch.
         """
-        return partial(self._choose, ref(iterator))
-
-    def _choose(self, known: ref[Any], raw: RawBatch) -> Chosen:
-        """Choose from the mini-batch that an iterator has just returned."""
         iterator: Any = known()
         loader = self.require_loader(iterator)
         if loader.epoch != self._epoch:
@@ -349,7 +326,7 @@ class PaperClassifier:
             stale = self._hot_rows[changes < np.float32(found.threshold)]
             self._marks.set_stale(stale)
             summary = {"epoch": self._epoch, "last_of_window": last, "num_sampled": num_sampled}
-            of_tables = {name: len(rows) for name, rows in self.stale_rows().items()}
+            of_tables = {name: len(rows) for name, rows in self._marks.by_table(stale).items()}
             of_rows = {"num_hot_rows": len(self._hot_rows), "num_stale_rows": of_tables}
             self.decisions.append(summary | found._asdict() | of_rows)
         self._is_decided, self._before = True, []
@@ -366,10 +343,6 @@ class PaperClassifier:
             change = (now.float() - before.to(now.device).float()).abs().amax(1)
             changes[chosen] = change.cpu().numpy()
         return changes
-
-    def stale_rows(self) -> dict[str, NDArray[np.int64]]:
-        """The rows of each table that are stale now, ascending."""
-        return self._marks.by_table(self._marks.stale)
 
     def report(self) -> dict[str, Any]:
         """What was decided, and `memory_bytes`, in JSON types; see `decisions`."""
@@ -395,8 +368,9 @@ class PaperClassifier:
         Raises:
             ConfigError: other rows are hot, or `state` is no state of a classifier.
         """
-        found = require_state(f"{self._setting} state", state, _STATE_KEYS)
-        if found["hot_rows"] != self.state_dict()["hot_rows"]:
+        own = self.state_dict()
+        found = require_state(f"{self._setting} state", state, own)
+        if found["hot_rows"] != own["hot_rows"]:
             raise ConfigError(
                 f"{self._setting}: the hot rows differ from those of the checkpoint, so it would "
                 "drop other samples; continue with the budget and the plan of the run"

@@ -92,21 +92,14 @@ class AbstractPolicy:
             if allowed and not (type(value) is int and value in allowed):
                 rule = f"[{allowed[0]}, {allowed[-1]}]"
                 raise ConfigError(f"{name}: {key} must be a whole number in {rule}, got {value!r}")
-        guard, staleness = values.get("guard"), values.get("staleness", Staleness())
-        if not isinstance(guard, Guard | None) or not isinstance(staleness, Staleness):
-            raise ConfigError(
-                f"{name}: guard must be a Guard or None, and staleness a Staleness, got {guard!r} "
-                f"and {staleness!r}"
-            )
+        guard, staleness = values.get("guard"), values.get("staleness")
         least = values.get("keep", values.get("least", 0))
         if self.share > 1 - least:
             raise ConfigError(
                 f"{name}: share must be at most {1 - least:g}, because every sample is kept with "
                 f"a probability of at least {least:g}, got {self.share:g}; lower one of them"
             )
-        if "staleness" not in values:
-            return
-        if guard is not None and guard.every < staleness.window:
+        if guard is not None and staleness is not None and guard.every < staleness.window:
             raise ConfigError(
                 f"{name}: guard.every must be at least staleness.window, because a lowered share "
                 f"holds from the next window of staleness on; got every {guard.every} and window "

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys._support.hashing import GOLDEN, mix64
 from recsys.pipeline.micro_batches import concatenate, count_samples, select_samples
 from recsys.pipeline.take import OverwrittenBatch, take
 
@@ -60,6 +61,12 @@ class RawBatch(NamedTuple):
     first_index: int
     offset: int
     taken_for: int
+
+    def random_bits(self, seed: int) -> NDArray[np.uint64]:
+        """64 random bits for each sample: a hash of the seed and the stream index."""
+        first = mix64(np.array([seed + 1], np.uint64) * GOLDEN)
+        indices = np.arange(self.first_index, self.first_index + self.size, dtype=np.uint64)
+        return mix64(first + indices * GOLDEN)
 
 
 class Chosen(NamedTuple):
@@ -116,22 +123,21 @@ class Refilled(NamedTuple):
 
 @dataclass
 class _Waiting:
-    """Chosen samples of one raw mini-batch that wait, (M,), and their weights."""
+    """Chosen samples of one raw mini-batch that wait, (M,), and their weights, (M,)."""
 
     raw: RawBatch
     samples: NDArray[np.int64]
-    weights: NDArray[np.float32] | None
+    weights: NDArray[np.float32]
+    has_weights: bool
 
-    def take(self, count: int, setting: str) -> tuple[Any, NDArray[np.float32] | None]:
-        """The next samples and their weights. They wait no more."""
+    def take(self, count: int, setting: str) -> tuple[Any, NDArray[np.float32], bool]:
+        """The next samples, their weights, and whether these are not all 1. They wait no more."""
         samples, self.samples = self.samples[:count], self.samples[count:]
-        weights = None
-        if self.weights is not None:
-            weights, self.weights = self.weights[:count], self.weights[count:]
+        weights, self.weights = self.weights[:count], self.weights[count:]
         batch = self.raw.batch
         if count < self.raw.size:
             batch = select_samples(batch, torch.from_numpy(samples), self.raw.size, setting)
-        return batch, weights
+        return batch, weights, self.has_weights
 
 
 class Refill:
@@ -273,12 +279,13 @@ class Refill:
             offset = min(self._offset, size)
             taken_for = taken.num_batches - bool(offset)
             raw = RawBatch(batch, size, taken.num_raw, taken.num_seen, offset, taken_for)
-            samples, weights = self._choose(raw)
+            samples, chosen = self._choose(raw)
             samples = np.arange(size) if samples is None else samples
-            begin = int(np.searchsorted(samples, offset))
-            if begin < len(samples):
-                weights = None if weights is None else weights[begin:]
-                self._waiting.append(_Waiting(raw, samples[begin:], weights))
+            weights = np.ones(len(samples), np.float32) if chosen is None else chosen
+            kept = samples >= offset
+            if kept.any():
+                has_weights = chosen is not None
+                self._waiting.append(_Waiting(raw, samples[kept], weights[kept], has_weights))
         finally:
             self._offset = max(0, self._offset - size)
             self._taken = taken._replace(
@@ -298,9 +305,11 @@ class Refill:
             count = min(left, len(waiting.samples))
             if count == len(waiting.samples):
                 self._waiting.popleft()
-            parts.append((*waiting.take(count, self._setting), count))
+            parts.append(waiting.take(count, self._setting))
             left -= count
-        batch, weights = _join(parts, self._setting)
+        batches, found, are_weighted = zip(*parts, strict=True)
+        batch = batches[0] if len(parts) == 1 else concatenate(batches, self._setting)
+        weights = np.concatenate(found) if any(are_weighted) else None
         num_raw = size if self._refills else raw.size - raw.offset
         if weights is not None:
             scaled = weights * np.float32(size / num_raw)
@@ -320,21 +329,6 @@ class Refill:
     def _write_num_waiting(self, iterator: Any) -> None:
         if hasattr(iterator, "num_waiting"):
             iterator.num_waiting = self.num_raw_waiting
-
-
-def _join(
-    parts: Sequence[tuple[Any, NDArray[np.float32] | None, int]], setting: str
-) -> tuple[Any, NDArray[np.float32] | None]:
-    """One mini-batch of several parts, and its weights; a part without weights has weights of 1."""
-    batches, weights, sizes = zip(*parts, strict=True)
-    batch = batches[0] if len(batches) == 1 else concatenate(batches, setting)
-    if all(of_part is None for of_part in weights):
-        return batch, None
-    found = [
-        np.ones(size, np.float32) if of_part is None else of_part
-        for of_part, size in zip(weights, sizes, strict=True)
-    ]
-    return batch, np.concatenate(found)
 
 
 def _weighted(batch: Any, weights: Tensor, setting: str) -> Any:

@@ -5,7 +5,9 @@
     after a step            the tracker counts it; the guard gets the predictions if it is open
 
 What is found after the step of mini-batch s holds for mini-batches from s + 32 on. So it does not
-matter how many mini-batches a schedule has made ahead.
+matter how many mini-batches a schedule has made ahead. A choice depends on the stream indices of
+the samples, and on the rows that are stale for the mini-batch that they are taken for. So it is the
+same at any depth, and again after a resume.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import re
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from recsys._support.hashing import mix64
 from recsys._support.states import require_state
 from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
-from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.pipeline.skip.choice import choose_random, choose_stale
+from recsys.embeddings.staleness.tracker import MOST_INPUTS, StalenessTracker
 from recsys.pipeline.skip.guard import QualityGuard
 from recsys.pipeline.skip.importance import ImportanceChoice
 from recsys.pipeline.skip.paper import Paper, PaperClassifier
@@ -29,12 +34,13 @@ from recsys.pipeline.skip.policies import (
     DropInput,
     FreezeRows,
     Importance,
+    Observe,
     Policy,
     RandomDrop,
     Subsample,
     stale_share,
 )
-from recsys.pipeline.skip.refill import Position, Refill
+from recsys.pipeline.skip.refill import EVERYTHING, Chosen, Position, Refill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,11 +48,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.pipeline.model_tables import ModelTables
-    from recsys.pipeline.skip.refill import Chosen, RawBatch
+    from recsys.pipeline.skip.refill import RawBatch
     from recsys.pipeline.stalls import StageClock
     from recsys.pipeline.window import MiniBatch, Windows
 
-__all__ = ["Skipping"]
+__all__ = ["Skipping", "choose_random", "choose_stale"]
+
+# Raw mini-batches from one whose samples the threshold is found from to the next one. Policies that
+# keep all samples look at no other ones, to cost less.
+_MOST_PERIOD = 32
 
 
 class Skipping:
@@ -173,7 +183,7 @@ class Skipping:
         policy, reason = self.policy, getattr(iterator, "in_turn_because", "")
         if self.paper is not None:
             self.paper.require_loader(iterator)
-            self._choose = self.paper.chooser(iterator)
+            self._choose = partial(self.paper.choose, ref(iterator))
         leaves_out = isinstance(policy, DropInput | Subsample | Importance | RandomDrop | Paper)
         if self._refill is not None and self._refill.holds_samples:
             raise ValueError(
@@ -262,10 +272,10 @@ class Skipping:
         Returns:
             The `policy` and its settings; counts of raw samples; `share_skipped` of them;
             `num_lookups_left_out` of updates, and their share of all, `share_lookups_left_out`;
-            `staleness`, `guard`, `paper` and `importance`: the reports of these parts, or null.
+            `staleness`, `guard` and `paper`: the reports of these parts, or null.
         """
-        found = dict.fromkeys(("staleness", "guard", "paper", "importance"))
-        found |= {name: part.report() for name, part in self._parts.items()}
+        parts = {name: self._parts.get(name) for name in ("staleness", "guard", "paper")}
+        found = {name: part and part.report() for name, part in parts.items()}
         lookups = found["staleness"] or {"num_lookups": 0, "num_lookups_left_out": 0}
         name = re.sub("(?<!^)(?=[A-Z])", "_", type(self.policy).__name__).lower()
         return {
@@ -306,6 +316,74 @@ class Skipping:
                 part.load_state_dict(found["parts"][name])
         elif self.tracker is not None:
             self.tracker.num_steps = self._position.num_batches
+
+
+def choose_stale(
+    policy: Observe | DropInput | FreezeRows | Subsample,
+    tables: ModelTables,
+    tracker: StalenessTracker,
+    factor_of: Callable[[int], float],
+    setting: str,
+    raw: RawBatch,
+) -> Chosen:
+    """Leave out samples all of whose rows are stale; equal arguments give equal choices.
+
+    Args:
+        policy: The policy; `Observe` and `FreezeRows` keep every sample.
+        tables: The tables of the model.
+        tracker: Knows which rows are stale; it gets samples to find the threshold from.
+        factor_of: The part of the policy's share that holds for a mini-batch; 0: keep everything.
+        setting: The policy, for errors.
+        raw: The raw mini-batch.
+    """
+    leaves_out = isinstance(policy, DropInput | Subsample) and bool(factor_of(raw.taken_for))
+    # As many raw mini-batches as are needed, and at least every 32nd.
+    period = min(_MOST_PERIOD, max(1, policy.staleness.window * raw.size // MOST_INPUTS))
+    is_sampled = raw.number % period == 0
+    if leaves_out:
+        tracker.use_flags_of(raw.taken_for)
+        leaves_out = tracker.has_stale_rows
+    if not (is_sampled or leaves_out):
+        return EVERYTHING
+    parts = tables.parts(raw.batch, raw.size, setting)
+    if is_sampled:  # evenly spaced samples, from which the tracker finds the threshold
+        num_samples = -(-MOST_INPUTS * period // policy.staleness.window)
+        samples = np.arange(0, raw.size, max(1, raw.size // num_samples))
+        samples = samples[samples >= raw.offset]  # the others were added at the first time
+        tracker.add_inputs(raw.first_index, parts, raw.size, torch.from_numpy(samples))
+    if not leaves_out:
+        return EVERYTHING
+    is_stale = tracker.all_stale(parts, raw.size).numpy()
+    if not isinstance(policy, Subsample):
+        return Chosen(np.flatnonzero(~is_stale))
+    is_drawn = is_stale & (raw.random_bits(policy.seed) < _threshold(policy.keep))
+    samples, weights = np.flatnonzero(~is_stale | is_drawn), None
+    if is_drawn.any():
+        weights = np.where(is_drawn, 1 / policy.keep, 1).astype(np.float32)[samples]
+    return Chosen(samples, weights)
+
+
+def choose_random(policy: RandomDrop, raw: RawBatch) -> Chosen:
+    """Leave out random samples; equal arguments give equal choices.
+
+    Without refilling, the number of samples is the same for all mini-batches of a size, give or
+    take one: torch prepares its matrix products anew for each new size.
+    """
+    bits = raw.random_bits(policy.seed)
+    if policy.refill:
+        samples = np.flatnonzero(bits >= _threshold(policy.share))
+    else:
+        most = (1 - policy.share) * raw.size + int(mix64(bits[:1])[0]) / 2**64
+        samples = np.sort(np.argsort(bits, kind="stable")[: int(most)])
+    weights = None
+    if policy.weighted:
+        weights = np.full(len(samples), 1 / (1 - policy.share), np.float32)
+    return Chosen(samples, weights)
+
+
+def _threshold(share: float) -> Any:
+    """The bits of a share of the samples lie below it."""
+    return np.uint64(int(share * 2**64))
 
 
 def _is_scored(output: Any) -> bool:

@@ -18,7 +18,7 @@ from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.embeddings.kernels.cpu.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
-from recsys.embeddings.staleness.drift import tracked_bytes
+from recsys.embeddings.staleness.tracker import tracked_bytes
 from recsys.embeddings.tables_module import groups_of
 from recsys.embeddings.tiers.budget import slot_bytes
 from recsys.embeddings.tiers.fetch import HitRates

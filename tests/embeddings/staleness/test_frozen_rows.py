@@ -14,8 +14,7 @@ from recsys.embeddings import (
     RowWiseAdagrad,
     TableConfig,
 )
-from recsys.embeddings.staleness.freeze import UpdateWatch
-from recsys.embeddings.staleness.marks import RowMarks
+from recsys.embeddings.staleness.marks import RowMarks, UpdateWatch
 from tests.unit.embeddings.model import Tables
 
 STEPS = 5

@@ -17,12 +17,11 @@ from recsys.pipeline import (
     Sequential,
     Subsample,
 )
-from recsys.pipeline.skip.choice import choose_stale
 from recsys.pipeline.skip.refill import RawBatch
+from recsys.pipeline.skip.skipping import choose_stale
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
-    pytest.mark.filterwarnings("ignore:staleness. a share"),
 ]
 
 

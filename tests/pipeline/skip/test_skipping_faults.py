@@ -9,7 +9,6 @@ from recsys.pipeline import Sequential
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
-    pytest.mark.filterwarnings("ignore:staleness. a share"),
 ]
 
 

@@ -14,7 +14,6 @@ from recsys.pipeline import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:schedule=.*room for"),
-    pytest.mark.filterwarnings("ignore:staleness. a share"),
 ]
 
 

@@ -110,9 +110,9 @@ def test_it_learns_and_predicts_as_the_oracle_does(dtype):
 
         expected = [oracle.predict(*each) for each in zip(slots, dense, strict=True)]
         np.testing.assert_allclose(predict(predictor.weights, features), expected, rtol=2e-4)
-        found = predictor.learn(features, labels, weights)
-        expected = [oracle.learn(*each) for each in zip(slots, dense, labels, weights, strict=True)]
-        np.testing.assert_allclose(found, expected, rtol=2e-4)
+        predictor.learn(features, labels, weights)
+        for sample in zip(slots, dense, labels, weights, strict=True):
+            oracle.learn(*sample)
 
     np.testing.assert_allclose(predictor.weights.rows, oracle.weights, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(predictor.weights.dense, oracle.dense, rtol=1e-3, atol=1e-5)
