@@ -232,7 +232,7 @@ class _Provider:
     """Lives in a worker: a provider's tables, and the steps of its turns."""
 
     def __init__(self, name: str, sizes: Sequence[int], dim: int, optimizer: str) -> None:
-        from recsys.train.parts.providers import build_embeddings
+        from recsys.train.build import build_embeddings
 
         prepare_process()
         torch.manual_seed(0)

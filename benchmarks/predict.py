@@ -212,8 +212,8 @@ def _write_pairs(path: Path, num_groups: int, num_items: int) -> None:
 
 def _rank(settings: dict[str, Any]) -> float:
     from recsys.config import load_config
+    from recsys.train.build import build_model, open_source
     from recsys.train.evaluate import evaluate_split, with_ranking
-    from recsys.train.parts.build import build_model, open_source
 
     prepare_process()
     config = load_config(**settings)

@@ -187,7 +187,7 @@ def _whole_steps(
 ) -> dict[str, _WholeStep]:
     """Whole training steps of the default model, by provider."""
     from recsys.config import load_config
-    from recsys.train.parts import build
+    from recsys.train import build
 
     of_turn = steps_of_turn(batch_size)
     of_close = min(_MAX_CLOSE_STEPS, of_turn) * _close_rounds(batch_size)

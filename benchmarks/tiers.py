@@ -258,7 +258,7 @@ class _Trainer:
 
     def waited_seconds(self) -> float:
         """Seconds that training has waited for rows until now."""
-        from recsys.train.parts.build import describe_tiers
+        from recsys.train.build import describe_tiers
 
         tiers = describe_tiers(self._model)
         return 0.0 if tiers is None else float(tiers["exposed_fetch_seconds"])

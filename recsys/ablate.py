@@ -250,7 +250,7 @@ def ablate(
             work in the folder.
         StoreError: the data does not exist.
     """
-    from recsys.train.parts.build import describe_source, open_source
+    from recsys.train.build import open_source
 
     folder = Path(out_dir)
     if folder.exists() and any(folder.iterdir()) and not (folder / "cells").is_dir():
@@ -260,12 +260,12 @@ def ablate(
         )
     # Missing data raises here, before anything is written.
     sources = {(cell.config.data, cell.config.synthetic): cell.config for cell in config.cells}
-    data = {key: describe_source(open_source(tried)) for key, tried in sources.items()}
+    data = {key: open_source(tried).fingerprint for key, tried in sources.items()}
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     with alone_in(folder, "recsys ablate"):
         found = {
             cell.name: _finished(
-                config, folder, cell, data[cell.config.data, cell.config.synthetic]["fingerprint"]
+                config, folder, cell, data[cell.config.data, cell.config.synthetic]
             )
             for cell in config.cells
         }

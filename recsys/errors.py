@@ -20,6 +20,7 @@
     |-- TrainingDiverged    (ArithmeticError)  a loss that is nan or inf
     |   `-- NonFiniteGradient                  a row gradient that has nan or inf in it
     |-- CallbackFailed      (RuntimeError)     an error of a callback of a training run
+    |-- OtherRankFailed     (RuntimeError)     another process of a run that was lost
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
 Each class also derives from the built-in error named beside it, so `except ValueError` works too. A
@@ -39,6 +40,7 @@ __all__ = [
     "MalformedBags",
     "MissingDependency",
     "NonFiniteGradient",
+    "OtherRankFailed",
     "ProfileError",
     "RecsysError",
     "StoreError",
@@ -117,6 +119,10 @@ class NonFiniteGradient(TrainingDiverged):
 
 class CallbackFailed(RecsysError, RuntimeError):
     """A callback has raised an error. The message names the callback, its method and the place."""
+
+
+class OtherRankFailed(RecsysError, RuntimeError):
+    """Another rank raised an error or was killed, so this one lost its connection to it."""
 
 
 class MissingDependency(RecsysError, ImportError):

@@ -13,7 +13,7 @@ for room in ("embeddings", "pipeline", "models", "conversion"):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if "triton" not in module.name:
             importlib.import_module(module.name)
-for name in ("lookup", "step", "tiers", "gpu", "recsys.train.parts.build"):
+for name in ("lookup", "step", "tiers", "gpu", "recsys.train.build"):
     importlib.import_module(name)
 """
 

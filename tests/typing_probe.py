@@ -12,9 +12,9 @@ from recsys.conversion.verify import Verification
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile, TableConfig, plan_hot_rows
 from recsys.embeddings.popularity.counts import Coverage
+from recsys.train.build import build_embeddings
 from recsys.train.evaluate import evaluate_run
 from recsys.train.metrics import Metrics
-from recsys.train.parts.providers import build_embeddings
 
 sources: list[SampleSource] = [SyntheticCriteo(num_samples=7), Store("store")]
 for batch in BatchLoader(sources[0], "train", 128, shuffle=True):

@@ -341,7 +341,11 @@ class JaggedIds:
         except (ImportError, OSError) as error:
             raise cannot_import_torchrec("JaggedIds.to_torchrec", error) from error
         return KeyedJaggedTensor(
-            keys=self._keys, values=self._values, offsets=self.offsets(), weights=self._weights
+            keys=self._keys,
+            values=self._values,
+            weights=self._weights,
+            lengths=self.lengths(),  # without them TorchRec cannot count those of no sample
+            offsets=self.offsets(),
         )
 
     @classmethod

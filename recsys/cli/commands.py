@@ -216,14 +216,14 @@ def _prepare_table(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from recsys.train.loop.resume import resumed_config
-    from recsys.train.ranks.launched import is_launched
 
-    if options.dry_run and (is_launched() or options.resume):
+    is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if options.dry_run and (is_one_of_several or options.resume):
         raise ConfigError(
             "--dry-run is for a new run on one process; leave out "
             f"{'--resume' if options.resume else 'torchrun'}"
         )
-    if is_launched() and not options.run:
+    if is_one_of_several and not options.run:
         raise ConfigError("several processes train in one folder; name it by --run DIR")
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
     if options.resume:
@@ -246,7 +246,7 @@ def _train(options: argparse.Namespace) -> int:
     from recsys.train.trainer import train
 
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
-    if not is_launched() or os.environ["RANK"] == "0":
+    if os.environ.get("RANK", "0") == "0":
         print(format_run(record, run_dir))
     return _INTERRUPTED if record["status"] == "interrupted" else 0
 
@@ -407,7 +407,7 @@ def _profile(options: argparse.Namespace) -> None:
     _require_data(config.data)
 
     from recsys.embeddings.popularity.counts import PopularityProfile, format_coverages
-    from recsys.train.parts.build import open_source
+    from recsys.train.build import open_source
 
     source = open_source(config, to_train=False)
     samples = parse_samples(options.samples, source.num_samples)
@@ -443,18 +443,12 @@ def _plan(options: argparse.Namespace) -> None:
 
     from recsys.embeddings.popularity.counts import PopularityProfile
     from recsys.embeddings.popularity.plan import plan_hot_rows
-    from recsys.train.parts.providers import row_optimizer
-    from recsys.train.parts.tables import table_configs
+    from recsys.train.build import row_optimizer, tables_of
 
     profile = PopularityProfile.load(options.profile)
     plan = plan_hot_rows(
         profile,
-        table_configs(
-            profile.table_sizes,
-            config.model.embedding_dim,
-            profile.features,
-            table_dims=config.model.table_dims,
-        ),
+        tables_of(profile.table_sizes, profile.features, config.model),
         options.budget,
         row_optimizer(config.optimizer),
         window_lookups=config.batch_size,

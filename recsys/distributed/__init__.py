@@ -7,7 +7,6 @@
     local_tables     the rows of one rank: lookups and checkpoints
     row_state        the row optimizer as TorchRec's checkpoints and schedules see it
     input_checks     checks a rank's own mini-batch, before its ids go to other ranks
-    agreement        values that must be the same on every rank
     placement        which rank has which table, where there is no plan
     planner          what a table costs under a budget, for TorchRec's planner
     train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch
@@ -23,13 +22,13 @@ except (ImportError, OSError) as error:
 
     raise cannot_import_torchrec("recsys.distributed", error) from error
 
-from recsys.distributed.agreement import OtherRankFailed
 from recsys.distributed.planner import HotPlanStorageEstimator
 from recsys.distributed.sharder import (
     HotColdEmbeddingBagCollectionSharder,
     HotColdEmbeddingCollectionSharder,
 )
 from recsys.distributed.train_pipeline import HotColdTrainPipelineSparseDist
+from recsys.errors import OtherRankFailed
 
 __all__ = [
     "HotColdEmbeddingBagCollectionSharder",

@@ -22,10 +22,11 @@ from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
+from recsys.train.build import autocast, build_model, open_source, require_features_of
 from recsys.train.loop.progress import LOWER_LR
 from recsys.train.metrics import Metrics, MetricsAccumulator
-from recsys.train.parts.build import autocast, build_model, open_source, require_features_of
 from recsys.train.ranking import rank_items
+from recsys.train.ranks import gather, num_ranks, rank
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch, SampleSource
     from recsys.config import EvalConfig, TrainConfig
-    from recsys.train.ranks.processes import Processes
 
 __all__ = [
     "SavedModel",
@@ -72,7 +72,8 @@ def evaluate_split(
     split: str,
     batch_size: int,
     max_samples: int | None = None,
-    processes: Processes | None = None,
+    *,
+    is_divided: bool = False,
     show: bool = False,
 ) -> Metrics:
     """Metrics over a split, without a ranking.
@@ -83,8 +84,8 @@ def evaluate_split(
         split: "train", "test" or "validation".
         batch_size: Samples per forward pass.
         max_samples: Stop after this number of samples.
-        processes: Those that evaluate together, each a part of every mini-batch; None for this
-            one alone. With several, this is a collective.
+        is_divided: Whether the processes of a run divide each mini-batch. Then this is a
+            collective.
         show: Draw a progress bar, which stays.
 
     Raises:
@@ -92,17 +93,17 @@ def evaluate_split(
         TrainingDiverged: a logit is not finite.
     """
     accumulator = MetricsAccumulator()
-    rank, num_ranks = (0, 1) if processes is None else (processes.rank, processes.num_ranks)
-    loader = BatchLoader(source, split, batch_size, shuffle=False, rank=rank, num_ranks=num_ranks)
+    place, world = (rank(), num_ranks()) if is_divided else (0, 1)
+    loader = BatchLoader(source, split, batch_size, shuffle=False, rank=place, num_ranks=world)
     groups = source.groups if isinstance(source, Store) else None
     may_be_probabilities = isinstance(model, BatchTrain)  # recsys's own models return logits
     with _evaluating(model):
         for batch in tqdm(loader, f"evaluate {split}", disable=not show):
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
             scores, labels = scores_of(model, batch)
-            if processes is not None:
-                most = -(-batch_size // num_ranks)
-                scores, labels = processes.gather_scores(most, scores, labels)
+            if is_divided:
+                own = torch.from_numpy(scores), torch.from_numpy(labels)
+                scores, labels = (found.numpy() for found in gather(-(-batch_size // world), *own))
             num_bad = int((~np.isfinite(scores)).sum())
             if num_bad:
                 raise TrainingDiverged(

@@ -29,8 +29,8 @@ from recsys.datasets.tabular.encode import Encoder
 from recsys.datasets.tabular.schema import NO_LABEL
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
+from recsys.train.build import autocast
 from recsys.train.evaluate import nonzero_counts, open_saved_model, scores_of
-from recsys.train.parts.build import autocast
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,49 +31,59 @@ from recsys.config import RANKING_METRICS, TrainConfig, describe_config, flat, r
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
-from recsys.train.callbacks import RunCallbacks, callbacks_of, require_metric
-from recsys.train.checkpoint.contents import errors_of_state
-from recsys.train.evaluate import evaluate_split, with_ranking
-from recsys.train.loop.full_steps import FullSteps
-from recsys.train.loop.interrupts import interrupts
-from recsys.train.loop.progress import LOWER_LR, Progress
-from recsys.train.loop.settings_warnings import (
-    warn_of_other_rates,
-    warn_of_threads,
-)
-from recsys.train.parts.build import (
+from recsys.train.build import (
     INIT_FROM_NEEDS,
     autocast,
     build_loader,
+    build_model,
     build_pipeline,
     choose_plan,
     cold_folder,
     describe_schedule,
-    describe_source,
     describe_tiers,
     open_first_model,
     open_source,
 )
-from recsys.train.ranks.launched import processes_of
+from recsys.train.callbacks import RunCallbacks, callbacks_of, require_metric
+from recsys.train.checkpoint.contents import Contents, errors_of_state
+from recsys.train.checkpoint.restore import restore
+from recsys.train.evaluate import evaluate_split, with_ranking
+from recsys.train.loop.full_steps import FullSteps
+from recsys.train.loop.interrupts import interrupts
+from recsys.train.loop.progress import LOWER_LR, Progress
+from recsys.train.loop.resume import Reopened, reopened
+from recsys.train.loop.run_checkpoints import RunCheckpoints
+from recsys.train.loop.settings_warnings import (
+    warn_of_other_rates,
+    warn_of_threads,
+)
+from recsys.train.ranks import (
+    agree,
+    any_of,
+    gather_objects,
+    joined,
+    num_ranks,
+    rank,
+    share_of_cores,
+)
 from recsys.train.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from recsys._support.machine import Threads
     from recsys.batch import SampleSource
     from recsys.config import LearningRateConfig
     from recsys.datasets.loader import BatchLoader
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.pipeline import TrainPipeline
     from recsys.train.callbacks import Callback
     from recsys.train.loop.interrupts import Interrupted
-    from recsys.train.loop.resume import Reopened
-    from recsys.train.loop.run_checkpoints import RunCheckpoints
     from recsys.train.metrics import Metrics
-    from recsys.train.ranks.processes import BuiltModel, Processes
+    from recsys.train.rank_model import DividedRows
 
 __all__ = ["train"]
 
@@ -131,17 +142,21 @@ def train(
     with ExitStack() as stack:
         stack.callback(_free_memory)  # last: the model is gone then
         # Code of the user's, such as a callback, may change the current folder.
-        processes = stack.enter_context(processes_of(Path(run_dir).absolute()))
+        run_dir = Path(run_dir).absolute()
+        stack.enter_context(joined())
         given = {"--resume": resume, "--checkpoint": checkpoint}
-        processes.require_same(flat(describe_config(config)) | given)
+        agree(flat(describe_config(config)) | given)
+        own_dir = run_dir
+        if rank():  # the files of a further process are deleted in the end
+            own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="recsys-"))) / "run"
         earlier = None
         if resume:
-            earlier = stack.enter_context(processes.reopened(config, checkpoint))
+            earlier = _reopened(config, run_dir, own_dir, checkpoint, stack)
         if earlier is not None and earlier.record is not None:
             return earlier.record
-        show = show_progress and not processes.rank
+        show = show_progress and not rank()
         # In no variable here: the model is gone when contexts end, before its files are deleted.
-        return _build(config, processes, earlier, stack, callbacks, show).train(stack)
+        return _build(config, run_dir, own_dir, earlier, stack, callbacks, show).train(stack)
 
 
 def _free_memory() -> None:
@@ -150,9 +165,21 @@ def _free_memory() -> None:
     return_freed_memory()
 
 
+def _reopened(
+    config: TrainConfig, run_dir: Path, own_dir: Path, number: int | None, stack: ExitStack
+) -> Reopened | None:
+    """Open the run to continue, on the first process; the others learn what it has found."""
+    earlier = None if rank() else stack.enter_context(reopened(config, run_dir, number))
+    found = gather_objects(None if earlier is None else earlier[1:])[0]
+    if rank() and found is not None:
+        return Reopened(RunFolder.create(own_dir, found[0]), *found)
+    return earlier
+
+
 def _build(
     config: TrainConfig,
-    processes: Processes,
+    run_dir: Path,
+    own_dir: Path,
     earlier: Reopened | None,
     stack: ExitStack,
     given: Sequence[Callback],
@@ -162,30 +189,32 @@ def _build(
 
     Args:
         config: The configuration.
-        processes: Those that train together.
+        run_dir: The folder of the run.
+        own_dir: Where this process writes its reports: the same for the first one.
         earlier: The run to continue; None for a new one.
         stack: Is closed after the run.
         given: The callbacks, besides those that `config` names.
         show_progress: Draw a progress bar.
     """
-    callbacks, source, first_model = _checked(config, processes, earlier, given)
-    cold_path = cold_folder(config, processes.run_dir)
-    processes.require_same({"the data's fingerprint": source.fingerprint})
-    threads = set_num_threads(processes.num_threads(config))
+    callbacks, source, first_model = _checked(config, own_dir, earlier, given)
+    cold_path = cold_folder(config, run_dir)
+    agree({"the data's fingerprint": source.fingerprint})
+    threads = set_num_threads(config.num_threads or share_of_cores())
     tune_allocator()
     plan = choose_plan(config, source)
-    loader = build_loader(config, source, plan, processes.rank, processes.num_ranks)
-    built = processes.build_model(replace(config, cold_path=cold_path), source, plan)
+    loader = build_loader(config, source, plan, rank(), num_ranks())
+    of_tables = replace(config, cold_path=cold_path)
+    model, saved, optimizers, divided = _build_model(of_tables, source, plan)
     if first_model is not None:
-        first_model.load_model(built.saved, INIT_FROM_NEEDS)
+        first_model.load_model(saved, INIT_FROM_NEEDS)
     full_steps = FullSteps(loader, config.epochs)
-    folder = _new_folder(config, processes, stack) if earlier is None else earlier.folder
+    folder = _new_folder(config, own_dir, stack) if earlier is None else earlier.folder
     clock = StageClock()
-    with processes.warnings_once():
+    if not rank():
         warn_of_threads(config.num_threads)
-        pipeline = build_pipeline(
-            built.train_model, built.optimizers, config, clock, full_steps.num_steps, processes
-        )
+    pipeline = build_pipeline(
+        model, optimizers, config, clock, full_steps.num_steps, is_divided=divided is not None
+    )
     num_samples = config.epochs * len(source.splits["train"])
     progress = Progress(
         folder,
@@ -198,12 +227,15 @@ def _build(
     )
     run = Trainer(
         config=config,
-        processes=processes,
         folder=folder,
+        checkpoints_folder=RunFolder(run_dir).checkpoints_folder,
         loader=loader,
-        built=built,
+        model=model,
+        saved=saved,
+        optimizers=optimizers,
+        divided=divided,
         pipeline=pipeline,
-        schedulers=_build_schedulers(config.lr_schedule, built.optimizers, full_steps.num_steps),
+        schedulers=_build_schedulers(config.lr_schedule, optimizers, full_steps.num_steps),
         full_steps=full_steps,
         num_samples=num_samples,
         progress=progress,
@@ -218,8 +250,29 @@ def _build(
         for last in run.resumed[-1:]:
             number, step = last["checkpoint"], last["step"]
             tqdm.write(f"continues at step {step:,}, from checkpoint {number}", file=sys.stderr)
-    run.checkpoints = processes.checkpoints(config, folder, built, earlier)
+    if config.checkpoint.is_on:
+        after = None if earlier is None else earlier.saved
+        run.checkpoints = RunCheckpoints(
+            config.checkpoint,
+            run.checkpoints_folder,
+            saved,
+            optimizers,
+            after,
+            None if divided is None else divided.share_to_save(RunFolder(run_dir), after),
+        )
     return run
+
+
+def _build_model(
+    config: TrainConfig, source: SampleSource, plan: HotPlan | None
+) -> tuple[nn.Module, nn.Module, list[Optimizer], DividedRows | None]:
+    """The model, as `Trainer` describes it: all of it, or the share of one of several processes."""
+    if num_ranks() > 1:
+        from recsys.train.rank_model import build_rank_model  # imports TorchRec
+
+        return build_rank_model(config, source, plan)
+    model, optimizers = build_model(config, source, plan)
+    return model, model.model, optimizers, None
 
 
 def _build_schedulers(
@@ -241,36 +294,37 @@ def _build_schedulers(
 
 def _checked(
     config: TrainConfig,
-    processes: Processes,
+    own_dir: Path,
     earlier: Reopened | None,
     given: Sequence[Callback],
 ) -> tuple[RunCallbacks, SampleSource, RunFolder | None]:
     """The callbacks, the data, and the run of `init_from`, which all fit the run and its place."""
-    callbacks = (
-        RunCallbacks(epochs=config.epochs) if processes.rank else callbacks_of(config, given)
-    )
+    callbacks = RunCallbacks(epochs=config.epochs) if rank() else callbacks_of(config, given)
     source = open_source(config)
     is_new = earlier is None or earlier.saved is None
-    if callbacks.keeps_best is not None and processes.num_ranks > 1:
-        raise ConfigError(
-            f"early_stopping.keep must be 'last' on {processes.num_ranks} processes, got 'best'; "
-            "change it, or train on one process"
-        )
-    # A checkpoint has the rows, so a run that continues does not read `init_from`.
-    processes.require(config if is_new else replace(config, init_from=""), source)
+    if num_ranks() > 1:
+        from recsys.train.rank_model import require_supported  # imports TorchRec
+
+        if callbacks.keeps_best is not None:
+            raise ConfigError(
+                f"early_stopping.keep must be 'last' on {num_ranks()} processes, got 'best'; "
+                "change it, or train on one process"
+            )
+        # A checkpoint has the rows, so a run that continues does not read `init_from`.
+        require_supported(config if is_new else replace(config, init_from=""), source, num_ranks())
     first_model = open_first_model(config, source) if is_new else None
     if config.early_stopping.patience:
         require_metric(config, source)
     if earlier is None:
-        RunFolder.require_place(processes.own_dir)
+        RunFolder.require_place(own_dir)
     return callbacks, source, first_model
 
 
-def _new_folder(config: TrainConfig, processes: Processes, stack: ExitStack) -> RunFolder:
+def _new_folder(config: TrainConfig, path: Path, stack: ExitStack) -> RunFolder:
     """Make the folder of a new run, and lock it until the stack is closed."""
-    make_folders(processes.own_dir)
-    stack.enter_context(alone_in(processes.own_dir, "recsys train"))
-    return RunFolder.create(processes.own_dir, config)  # is refused if another run began first
+    make_folders(path)
+    stack.enter_context(alone_in(path, "recsys train"))
+    return RunFolder.create(path, config)  # is refused if another run began first
 
 
 @dataclass(kw_only=True)
@@ -278,6 +332,13 @@ class Trainer:
     """The parts of a run that trains.
 
     Attributes:
+        folder: Where this process writes its reports.
+        checkpoints_folder: That of the run, which is in the folder of the first process.
+        model: Maps a mini-batch to (loss, (loss, logits, labels)).
+        saved: The model with the rows of this process, by the keys of a plain model: what
+            checkpoints save.
+        optimizers: Of the dense part, then of the rows.
+        divided: Which process has which rows; None if this one has all.
         threads: The threads that compute. A resumed run keeps a number that was chosen for it:
             floats of the dense part may be summed in another order by another number.
         resumed: For each time that the run was continued from a checkpoint: the `step` it continued
@@ -286,10 +347,13 @@ class Trainer:
     """
 
     config: TrainConfig
-    processes: Processes
     folder: RunFolder
+    checkpoints_folder: Path
     loader: BatchLoader | HotColdLoader
-    built: BuiltModel
+    model: nn.Module
+    saved: nn.Module
+    optimizers: Sequence[Optimizer]
+    divided: DividedRows | None
     pipeline: TrainPipeline
     schedulers: Sequence[LambdaLR]
     full_steps: FullSteps
@@ -311,12 +375,13 @@ class Trainer:
         """Train, save and evaluate the model, and write the record; `stack` ends after it."""
         callbacks, progress, split = self.callbacks, self.progress, self.config.eval.split
         metrics: dict[str, Any] = {"test": None, "validation": None}
+        source = self.loader.source
         record: dict[str, Any] = {
             "status": "failed",
             "started": datetime.now().astimezone().isoformat(" ", "seconds"),
             "config": describe_config(self.config),
             "environment": describe_environment(),
-            "data": describe_source(self.loader.source),
+            "data": {**source.describe(), "fingerprint": source.fingerprint},
             "metrics": metrics,
             "throughput": progress.throughput(),
             "threads": self.threads._asdict(),
@@ -364,7 +429,7 @@ class Trainer:
         pipeline, progress = self.pipeline, self.progress
         if self.callbacks.stopped is not None:  # killed after its last step
             return
-        self.built.train_model.train()
+        self.model.train()
         pipeline.clock.start()
         if self.checkpoints is not None:
             self.checkpoints.start()
@@ -384,7 +449,7 @@ class Trainer:
             yield from self.pipeline.steps(self.loader)
         except TrainingDiverged as error:
             advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys
-            raise TrainingDiverged(f"step {self.progress.num_steps + 1}: {advice}") from error
+            raise type(error)(f"step {self.progress.num_steps + 1}: {advice}") from error
 
     def _after_step(
         self, epoch: int, loss: Tensor, logits: Tensor, labels: Tensor, interrupted: Interrupted
@@ -411,7 +476,7 @@ class Trainer:
         if self.checkpoints is not None:
             is_due = not is_last and self.checkpoints.is_due(progress.num_steps)
             self.callbacks.checkpoints(self.checkpoints.newly_complete())
-        is_interrupted, is_due, is_stopped = self.processes.any_of(
+        is_interrupted, is_due, is_stopped = any_of(
             interrupted.is_set(), is_due, self.callbacks.wants_stop and not is_last
         )
         if is_stopped:
@@ -462,19 +527,24 @@ class Trainer:
             self.progress.add_evaluation(self.evaluate(self.config.eval.split))
             stopping = self.callbacks.keeps_best
             if stopping is not None and stopping.best_step == self.progress.num_steps:
-                self.folder.keep_best(self.built.saved, stopping.best_step)
+                self.folder.keep_best(self.saved, stopping.best_step)
         clock.mark("evaluate")
 
     def evaluate(self, split: str) -> Metrics:
         """An evaluation during training."""
         keys = self.config.eval
-        model, source = self.built.train_model, self.loader.source
+        source = self.loader.source
         with autocast(self.config):
             found = evaluate_split(
-                model, source, split, keys.batch_size, keys.max_samples, processes=self.processes
+                self.model,
+                source,
+                split,
+                keys.batch_size,
+                keys.max_samples,
+                is_divided=self.divided is not None,
             )
             if self.config.early_stopping.metric in RANKING_METRICS:
-                found = with_ranking(found, model, source, split, keys)
+                found = with_ranking(found, self.model, source, split, keys)
         return found
 
     def save_checkpoint(self) -> None:
@@ -543,12 +613,14 @@ class Trainer:
         stopping, step = callbacks.keeps_best, self.progress.num_steps
         if is_whole and stopping is not None and stopping.best_step not in (0, step):
             step = stopping.best_step
-            self.folder.load_model(self.built.saved, file=self.folder.best_file(step))
+            self.folder.load_model(self.saved, file=self.folder.best_file(step))
         self.model_step = step
-        if self.config.save_model:
-            self.processes.save_model(self.folder, self.built)
-        else:
+        if not self.config.save_model:
             self.folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
+        elif self.divided is None:
+            self.folder.save_model(self.saved)
+        else:
+            self.divided.save(self.folder, self.saved)
         is_finished = False
         if is_whole:
             clock.start()
@@ -575,20 +647,20 @@ class Trainer:
         Returns:
             Whether both splits were evaluated.
         """
-        model, source, processes = self.built.train_model, self.loader.source, self.processes
+        model, source = self.model, self.loader.source
         keys = self.config.eval
         interrupted.clear()
         interrupted.ends_after = "the metrics of this split"
         with autocast(self.config):
             for split in ("test", "validation"):
-                if any(processes.any_of(interrupted.is_set())):
+                if any(any_of(interrupted.is_set())):
                     return False
                 found = evaluate_split(
                     model,
                     source,
                     split,
                     keys.batch_size,
-                    processes=processes,
+                    is_divided=self.divided is not None,
                     show=self.shows_progress,
                 )
                 metrics[split] = found.as_dict()
@@ -600,23 +672,30 @@ class Trainer:
         """Restore the run from its checkpoint; without one it starts from the first sample."""
         history_bytes = 0
         if earlier.saved is not None:
-            of_run = self.processes.restore(self.folder, earlier, self.built)
+            share = None if self.divided is None else self.divided.share()
+            contents = Contents(self.saved, self.optimizers, share)
+            of_run = restore(self.checkpoints_folder, contents, earlier.saved)["state"]
+            if rank():
+                of_run["history_bytes"] = 0  # the reports of this process begin anew
             with errors_of_state(f"checkpoint {earlier.saved}"):
                 history_bytes = self.load_state_dict(of_run, earlier.saved)
             self._set_rates(self.full_steps.advance(self.progress.num_steps, self._num_seen))
-            with self.processes.warnings_once():
+            if not rank():
                 warn_of_other_rates(earlier.config, self.config, self.full_steps)
         self.folder.continue_run(self.config, history_bytes)
 
     def _measured(self) -> dict[str, Any]:
         """What the record of a run that has ended says of its time and its memory."""
         pipeline, progress, checkpoints = self.pipeline, self.progress, self.checkpoints
+        processes = None
+        if self.divided is not None:
+            processes = {"num_ranks": num_ranks(), "placement": self.divided.placement}
         return {
             "throughput": progress.throughput(),
             "stalls": describe_stalls(pipeline.clock),
             "schedule": describe_schedule(pipeline, self.loader),
-            "processes": self.processes.describe(),
-            "tiers": describe_tiers(self.built.saved),
+            "processes": processes,
+            "tiers": describe_tiers(self.saved),
             "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
             "checkpoints": None if checkpoints is None else checkpoints.describe(),
             "stopped_early": self.callbacks.stopped,

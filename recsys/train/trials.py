@@ -24,8 +24,7 @@ from recsys.conversion.estimate import Estimate, estimate
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
-from recsys.train.callbacks import callbacks_of, require_metric
-from recsys.train.parts.build import (
+from recsys.train.build import (
     INIT_FROM_NEEDS,
     build_loader,
     build_model,
@@ -37,6 +36,7 @@ from recsys.train.parts.build import (
     open_source,
     tables_budget,
 )
+from recsys.train.callbacks import callbacks_of, require_metric
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _train(
     config: TrainConfig, source: SampleSource, max_steps: int | None
 ) -> tuple[dict[str, Tensor], int, dict[str, Any] | None]:
     """Losses, parameters and state of rows, by name, on the CPU; number of steps; the tiers."""
-    model, optimizers = build_model(config, source)
+    model, optimizers = build_model(config, source, choose_plan(config, source))
     model.train()
     loader = build_loader(config, source, None)
     num_steps = len(loader) if max_steps is None else min(len(loader), max_steps)

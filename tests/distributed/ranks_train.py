@@ -22,7 +22,7 @@ from recsys.train.checkpoint.format import piece_number
 from recsys.train.checkpoint.writer import PieceWriter
 from recsys.train.loop.progress import Progress
 from recsys.train.loop.run_checkpoints import RunCheckpoints
-from recsys.train.ranks.rank_model import average_in_order
+from recsys.train.rank_model import average_in_order
 from recsys.train.trainer import train
 
 SETTINGS = (

@@ -16,10 +16,12 @@ from ranks_train import SETTINGS, run_training  # noqa: E402  # imports TorchRec
 from recsys.config import load_config  # noqa: E402
 from recsys.errors import ConfigError  # noqa: E402
 from recsys.models import DLRMTrain  # noqa: E402
+from recsys.train.build import open_source  # noqa: E402
 from recsys.train.evaluate import evaluate_run  # noqa: E402
-from recsys.train.parts.build import open_source  # noqa: E402
-from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
-from recsys.train.ranks.ranks import require_supported  # noqa: E402
+from recsys.train.rank_model import (  # noqa: E402
+    _require_no_running_statistics,
+    require_supported,
+)
 from tests.train.judged_stores import SMALL_MODEL, write_store  # noqa: E402
 
 SAVES = ("checkpoint.every_steps=9",)

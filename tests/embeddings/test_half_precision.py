@@ -15,7 +15,7 @@ from recsys.embeddings import (
     RowWiseAdagrad,
     TableConfig,
 )
-from recsys.train.parts.providers import TorchEmbeddingBags
+from recsys.train.build import TorchEmbeddingBags
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4, data_type="bf16"),

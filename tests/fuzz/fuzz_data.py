@@ -17,13 +17,14 @@ from fuzz_mutations import (
     mutate_npz,
 )
 
+from recsys.config import ModelConfig
 from recsys.datasets import Store
 from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
 from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from recsys.embeddings import PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ProfileError
-from recsys.train.parts.tables import table_configs
+from recsys.train.build import tables_of
 
 NUM_SAMPLES = 42
 
@@ -176,16 +177,20 @@ def attack_profile(folder, random):
         if profile.num_lookups:
             profile.coverage(3)
         with suppress(ProfileError):  # the profile may have features of other names
-            profile.for_tables(table_configs(profile.table_sizes, 4))
+            profile.for_tables(_tables_of(profile))
         profile.save(folder / "again.npz")
 
     return use
 
 
+def _tables_of(profile):
+    return tables_of(profile.table_sizes, profile.features, ModelConfig(embedding_dim=4))
+
+
 def make_plan(folder):
     store = make_store(folder)
     profile = PopularityProfile.count(store)
-    tables = table_configs(profile.table_sizes, 4)
+    tables = _tables_of(profile)
     plan_hot_rows(profile, tables, "6KB", RowWiseAdagrad(lr=0.1), window_lookups=2).save(
         folder / "plan.npz"
     )

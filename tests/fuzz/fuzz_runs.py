@@ -22,8 +22,8 @@ from recsys.ablate import ablate, load_ablation
 from recsys.config import TrainConfig, load_config, to_toml, walk_keys
 from recsys.errors import ConfigError
 from recsys.report import write_report
+from recsys.train.build import build_model, open_source
 from recsys.train.exports.export import FORMATS, export_run
-from recsys.train.parts.build import build_model, open_source
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 

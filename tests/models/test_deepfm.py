@@ -3,7 +3,7 @@ import torch
 
 from recsys.models import DeepFM
 from recsys.models.deepfm import factorization_machine
-from recsys.train.parts.providers import TorchEmbeddingBags
+from recsys.train.build import TorchEmbeddingBags
 
 
 def test_the_second_order_term_is_torchrecs_factor_by_factor():

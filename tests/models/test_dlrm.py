@@ -9,7 +9,7 @@ from recsys import DLRM, Batch, DLRMTrain, JaggedIds, PooledEmbeddings
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.models import DCNv2
 from recsys.models.dlrm import SparseArch, initialize_classic
-from recsys.train.parts.providers import TorchEmbeddingBags
+from recsys.train.build import TorchEmbeddingBags
 
 SIZES = {"cat_0": 11, "cat_1": 1, "cat_2": 7}
 

@@ -9,7 +9,7 @@ import torch
 from recsys import DLRM
 from recsys.models import MaskedTransformerArch
 from recsys.models.masked_transformer import MASKS, keep_highest
-from recsys.train.parts.providers import TorchEmbeddingBags
+from recsys.train.build import TorchEmbeddingBags
 
 NUM_TOKENS, NUM_HEADS, KEPT = 4, 2, 2
 

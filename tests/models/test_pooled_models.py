@@ -6,7 +6,7 @@ import torch
 from recsys.embeddings import HotColdEmbeddingBagCollection
 from recsys.models import DLRM, DCNv2, DeepFM
 from recsys.models.dlrm import initialize_classic
-from recsys.train.parts.providers import TorchEmbeddingBags
+from recsys.train.build import TorchEmbeddingBags
 
 DENSE_ARCH, OVER_ARCH = [8, 4], [16, 8, 1]
 KINDS = pytest.mark.parametrize("kind", ["dlrm", "dcn_v2", "deepfm"])

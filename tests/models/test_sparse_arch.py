@@ -6,7 +6,7 @@ import torch
 from recsys import DLRM
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.models.dlrm import SparseArch
-from recsys.train.parts.providers import TorchEmbeddingBags
+from recsys.train.build import TorchEmbeddingBags
 
 DIMS = (4, 2, 3)
 

@@ -9,7 +9,7 @@ from recsys.config import load_config
 from recsys.datasets import Store, SyntheticCriteo, prepare_criteo_kaggle
 from recsys.datasets.criteo import prepare_criteo_1tb
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
-from recsys.train.parts.build import open_source
+from recsys.train.build import open_source
 
 GOOD = "\t".join(["1", *["3"] * 13, *["0a"] * 26]) + "\n"
 

@@ -25,7 +25,7 @@ from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.embeddings.tiers.budget import SpaceSize, divide_budget
 from recsys.errors import BudgetTooSmall, ConfigError, MalformedBags
-from recsys.train.parts.providers import build_embeddings
+from recsys.train.build import build_embeddings
 
 IDS = torch.tensor([[1, 2], [3, 8]])
 NESTED = torch.nested.nested_tensor_from_jagged(torch.arange(3), torch.tensor([0, 1, 3]))

@@ -13,7 +13,7 @@ from recsys.models.dlrm import SparseArch
 from recsys.models.histories import feature_roles, look_up
 from recsys.models.interaction import InteractionArch
 from recsys.models.masked_transformer import MaskedTransformerArch
-from recsys.train.parts.providers import TorchEmbeddingBags
+from recsys.train.build import TorchEmbeddingBags
 from tests.models.sequence_data import HISTORIES, NUM_DENSE, make_collection, make_tables
 
 

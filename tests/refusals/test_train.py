@@ -6,9 +6,9 @@ import torch
 
 from recsys.errors import AlreadyExists, BudgetTooSmall, ConfigError, StoreError
 from recsys.train import Callback, EarlyStopping, train
+from recsys.train.build import open_source
 from recsys.train.evaluate import evaluate_run
 from recsys.train.metrics import auc, evaluate_logits
-from recsys.train.parts.build import open_source
 from recsys.train.trials import dry_run, verify_budgets
 
 NOTES = Callback()
@@ -213,7 +213,7 @@ REFUSALS = [
     (
         "a dry run of no plan",
         lambda config, folder: dry_run(config("plan=nosuch", "budget=1MiB"), folder / "run"),
-        ConfigError,
+        FileNotFoundError,
         "nosuch",
     ),
     ("a score of NaN", lambda *_: auc(np.array([0.5, np.nan]), LABELS[:2]), ValueError, "NaN"),

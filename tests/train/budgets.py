@@ -2,7 +2,7 @@
 
 from recsys.embeddings.tables_module import groups_of
 from recsys.embeddings.tiers.budget import SpaceSize, map_bytes
-from recsys.train.parts.providers import row_optimizer
+from recsys.train.build import row_optimizer
 
 
 def fast_memory_of(model, config):

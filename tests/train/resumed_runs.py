@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.config import replace
+from recsys.train.build import build_model, choose_plan, open_source
 from recsys.train.checkpoint import load_checkpoint
 from recsys.train.loop.progress import Progress
-from recsys.train.parts.build import build_model, choose_plan, open_source
 from recsys.train.trainer import train
 
 TIMES = ("train_seconds", "samples_per_second")

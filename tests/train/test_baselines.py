@@ -7,7 +7,7 @@ from recsys.batch import JaggedIds
 from recsys.config import OptimizerConfig
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
-from recsys.train.parts.providers import build_embeddings
+from recsys.train.build import build_embeddings
 
 PROVIDERS = ["recsys", "torch"]
 TABLES = [

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.train.parts.build import build_loader, open_source
+from recsys.train.build import build_loader, open_source
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -13,6 +13,7 @@ from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.errors import TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.report import format_run, write_report
+from recsys.train.build import build_model
 from recsys.train.evaluate import (
     evaluate_run,
     evaluate_split,
@@ -20,7 +21,6 @@ from recsys.train.evaluate import (
     with_ranking,
 )
 from recsys.train.metrics import evaluate_groups, evaluate_logits
-from recsys.train.parts.build import build_model
 from recsys.train.ranking import rank_items
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
@@ -137,7 +137,7 @@ def test_a_model_is_evaluated_on_another_store(tmp_path):
 
 
 def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypatch):
-    from recsys.train.parts.build import build_model
+    from recsys.train.build import build_model
 
     run(write_store(tmp_path / "store"), tmp_path / "run")
     folder = RunFolder.open(tmp_path / "run")

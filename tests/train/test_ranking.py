@@ -13,8 +13,8 @@ from recsys.datasets.store import Store
 from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
+from recsys.train.build import autocast, build_model
 from recsys.train.metrics import Rankings
-from recsys.train.parts.build import autocast, build_model
 from recsys.train.ranking import rank_items
 from tests.train.judged_stores import SMALL_MODEL
 

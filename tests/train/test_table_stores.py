@@ -9,13 +9,13 @@ from torch.nn import functional
 
 from recsys.batch import feature_tables, features_by_table, has_bags
 from recsys.cli import main
+from recsys.config import ModelConfig
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall
+from recsys.train.build import build_loader, build_model, open_source, tables_of
 from recsys.train.evaluate import evaluate_run
-from recsys.train.parts.build import build_loader, build_model, open_source
-from recsys.train.parts.tables import table_configs
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from recsys.train.trials import verify_budgets
@@ -256,7 +256,7 @@ def test_a_profile_counts_the_lookups_of_all_features_of_a_table(table_store):
 def test_samples_of_a_plan_are_hot_if_all_rows_of_all_features_are_pinned(table_store):
     store = Store(table_store())
     profile = PopularityProfile.count(store)
-    tables = table_configs(store.table_sizes, 4, features_by_table(store))
+    tables = tables_of(store.table_sizes, profile.features, ModelConfig(embedding_dim=4))
     plan = plan_hot_rows(profile, tables, "6KiB", window_lookups=BATCH_SIZE)
     pinned = {
         table.removeprefix("t_"): set(plan.pinned_rows(table).tolist()) for table in plan.tables

@@ -10,9 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
 from recsys.pipeline.stalls import STAGES, stage_seconds
+from recsys.train.build import autocast, build_model, open_source
 from recsys.train.evaluate import evaluate_run, evaluate_split, with_ranking
-from recsys.train.parts.build import autocast, build_model, open_source
-from recsys.train.ranks.processes import Processes
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 
@@ -595,7 +594,7 @@ def test_a_folder_with_something_in_it_is_not_touched(small_config, tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused_before_the_tables_are_built(
     small_config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Processes, "build_model", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr("recsys.train.trainer.build_model", lambda *_: pytest.fail("too late"))
     (tmp_path / "file").write_text("mine")
 
     with pytest.raises(ConfigError, match=r"config\.toml cannot be written: .* is not a folder"):

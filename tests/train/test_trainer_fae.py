@@ -12,7 +12,7 @@ from recsys.errors import BudgetTooSmall
 from recsys.pipeline import FAE as Constants  # noqa: N811  # its class
 from recsys.pipeline import HotColdLoader
 from recsys.pipeline.fae import ShuffleScheduler
-from recsys.train.parts.build import build_loader, build_model, choose_plan, open_source
+from recsys.train.build import build_loader, build_model, choose_plan, open_source
 from recsys.train.trainer import train
 
 FAE = ("schedule=fae", "budget='5000'", "batch_size=16", "num_threads=1")

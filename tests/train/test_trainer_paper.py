@@ -7,7 +7,7 @@ import pytest
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline.model_tables import ModelTables
 from recsys.pipeline.skip.paper import PaperClassifier
-from recsys.train.parts.build import build_model, choose_plan, open_source
+from recsys.train.build import build_model, choose_plan, open_source
 from tests.train import resumed_runs
 from tests.train.budgets import fast_memory_of
 

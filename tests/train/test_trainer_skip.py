@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from recsys.config import replace
 from recsys.embeddings import StalenessTracker
 from recsys.errors import BudgetTooSmall, ConfigError
-from recsys.train.parts.build import open_source
+from recsys.train.build import open_source
 from tests.train.budgets import fast_memory_of
 from tests.train.resumed_runs import (
     Progress,
@@ -191,7 +191,7 @@ def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_pa
         return model, found
 
     monkeypatch.setattr(Progress, "add", add_and_note)
-    monkeypatch.setattr("recsys.train.ranks.processes.build_model", build_and_note)
+    monkeypatch.setattr("recsys.train.trainer.build_model", build_and_note)
     settings = ("epochs=1", "lr_schedule.decay=linear", "checkpoint.every_steps=0")
     run(skip_config("random_drop", *settings), tmp_path / "run")
 

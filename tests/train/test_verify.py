@@ -4,8 +4,7 @@ import torch
 from recsys.cli import main
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.train import trials
-from recsys.train.parts.build import open_source
-from recsys.train.parts.tables import table_configs
+from recsys.train.build import open_source, tables_of
 from recsys.train.trials import verify_budgets
 
 TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
@@ -37,7 +36,7 @@ def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
     config = small_config(TABLES)
     source = open_source(config)
     profile = PopularityProfile.count(source, source.splits["train"])
-    tables = table_configs(source.table_sizes, config.model.embedding_dim)
+    tables = tables_of(source.table_sizes, profile.features, config.model)
     plan = plan_hot_rows(profile, tables, "30KiB", window_lookups=config.batch_size)
     plan.save(tmp_path / "plan.npz")
 

@@ -64,9 +64,9 @@ from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.table import output_names
 from recsys.errors import ConfigError, WeightsError
 from recsys.models.dlrm import DLRMTrain
+from recsys.train.build import build_model, open_source, require_features_of
 from recsys.train.evaluate import evaluation_config
 from recsys.train.exports import QUANTIZATIONS
-from recsys.train.parts.build import build_model, open_source, require_features_of
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:

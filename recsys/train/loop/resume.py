@@ -198,7 +198,7 @@ def _require_same_data(folder: RunFolder, known: Any, config: TrainConfig) -> No
     Raises:
         ConfigError: the fingerprint differs.
     """
-    from recsys.train.parts.build import open_source  # imports PyTorch
+    from recsys.train.build import open_source  # imports PyTorch
 
     found = open_source(config).fingerprint
     if found != known:

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from recsys.config import ModelConfig
 from recsys.datasets import SyntheticCriteo
 from recsys.embeddings import SGD, PopularityProfile, plan_hot_rows
-from recsys.train.parts.tables import table_configs
+from recsys.train.build import tables_of
 
 PART = range(100, 600)
 
@@ -16,8 +17,8 @@ def source():
 
 
 def plan_of(source, num_bytes=2700):
-    tables = table_configs(source.table_sizes, 1)
     profile = PopularityProfile.count(source, range(300))
+    tables = tables_of(profile.table_sizes, profile.features, ModelConfig(embedding_dim=1))
     return plan_hot_rows(profile, tables, num_bytes, SGD(lr=0.1), window_lookups=1, small_share=0)
 
 

@@ -1,6 +1,6 @@
-"""The model of a run, with its tables divided among processes by TorchRec.
+"""The model of a run on several processes, with its tables divided among them by TorchRec.
 
-`rank_model` builds the model of the configuration around TorchRec's collection, and lets
+`build_rank_model` builds the model of the configuration around TorchRec's collection, and lets
 `DistributedModelParallel` divide the tables, each process with its rows in two tiers. Around the
 collection is `RankTables`, which may look ahead:
 
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import suppress
 from functools import partial
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,13 +28,7 @@ from torch.distributed.optim import (  # type: ignore[attr-defined]
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    KeyedJaggedTensor,
-    KeyedTensor,
-    PoolingType,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
@@ -42,23 +38,33 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import NoWait, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
+from recsys.batch import features_by_table
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.distributed.placement import TableCost, place_tables
+from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.table import output_names
 from recsys.embeddings.tiers.budget import row_bytes
 from recsys.errors import ConfigError
 from recsys.pipeline.divided_tables import AbstractDividedTables
-from recsys.train.parts.build import dense_optimizer
-from recsys.train.parts.models import build_network
-from recsys.train.parts.providers import row_optimizer
-from recsys.train.parts.tables import tables_of
-from recsys.train.ranks.processes import BuiltModel
+from recsys.train.build import (
+    build_network,
+    constants_of,
+    dense_optimizer,
+    needs_rows,
+    row_optimizer,
+    tables_of,
+)
+from recsys.train.checkpoint.contents import Layout, Share
+from recsys.train.checkpoint.format import last_number, newest, row_ranges
+from recsys.train.checkpoint.writer import remove_unneeded
+from recsys.train.ranks import any_of, gather_objects, num_ranks, rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from torch.distributed import GradBucket  # type: ignore[attr-defined]
+    from torch.optim import Optimizer
     from torchrec.distributed.types import Awaitable
 
     from recsys.batch import JaggedIds, SampleSource
@@ -66,9 +72,9 @@ if TYPE_CHECKING:
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
-    from recsys.train.checkpoint.contents import Layout
+    from recsys.train.run_folder import RunFolder
 
-__all__ = ["RankModel", "average_in_order", "rank_model"]
+__all__ = ["DividedRows", "average_in_order", "build_rank_model", "require_supported"]
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -77,24 +83,132 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-class RankModel(NamedTuple):
-    """The model of one process.
+def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int) -> None:
+    """Check that several processes can train a configuration.
+
+    Args:
+        config: The configuration.
+        source: The data.
+        num_ranks: W, the number of processes.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    rules = [
+        ("embeddings", config.embeddings, ("recsys",)),
+        ("device", config.device, ("cpu",)),
+        ("init_from", config.init_from, ("",)),
+        ("optimizer.name", config.optimizer.name, tuple(_OPTIMIZERS)),
+        ("schedule", config.schedule.kind, ("", "sequential", "lookahead")),
+        ("skip", config.skip.kind, ("none",)),
+    ]
+    for key, value, allowed in rules:
+        if value not in allowed:
+            wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {allowed}"
+            raise ConfigError(
+                f"{key} must be {wanted} on {num_ranks} processes, got {value!r}; change it, or "
+                "train on one process"
+            )
+    if needs_rows(config.model):
+        raise ConfigError(
+            f"model.name {config.model.name!r} looks rows up without pooling, which {num_ranks} "
+            "processes do not support; choose a model that pools, such as 'dlrm', or train on one "
+            "process"
+        )
+    if config.batch_size % num_ranks:
+        size = config.batch_size
+        raise ConfigError(
+            f"batch_size must be a multiple of the number of processes, {num_ranks}, got {size}; "
+            f"start a number that divides {size}, or, for a new run, set it to "
+            f"{-(-size // num_ranks) * num_ranks}"
+        )
+    last = len(source.splits["train"]) % config.batch_size
+    if 0 < last < num_ranks:
+        raise ConfigError(
+            f"the last mini-batch of an epoch has {last} samples, fewer than the {num_ranks} "
+            f"processes, with batch_size {config.batch_size}; start fewer processes, or, for a new "
+            "run, choose another batch_size"
+        )
+
+
+class DividedRows(NamedTuple):
+    """Which process has which rows of the tables.
 
     Attributes:
-        model: For the trainer. `saved` has the rows of this process under the keys of a plain
-            model, and no module in place of the tables if it has none.
-        layout: Which rows each process has.
+        layout: The rows of each process, by the key of a table in a plain model.
         dims: The embedding_dim of each table, by key.
         placement: By table: the rank that has it, or None if it is divided by rows.
     """
 
-    model: BuiltModel
     layout: Layout
     dims: dict[str, int]
     placement: dict[str, int | None]
 
+    def share(self, numbers_after: int = 0) -> Share:
+        """What this process saves and restores; `numbers_after` as for `Share`."""
+        return Share(rank(), num_ranks(), self.layout, gather_objects, numbers_after)
 
-def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) -> RankModel:
+    def share_to_save(self, folder: RunFolder, saved: int | None) -> Share:
+        """What this process saves. A collective.
+
+        Args:
+            folder: The folder of the run, of which the first process removes unneeded checkpoints.
+            saved: The checkpoint that the run continues from, if any.
+
+        Raises:
+            ConfigError: this process does not see the folder, which the first one has made.
+        """
+        place, number = folder.checkpoints_folder, 0
+        if not rank():
+            if saved == newest(place):
+                remove_unneeded(place, unfinished=True)
+            number = last_number(place)
+        share = self.share(gather_objects(number)[0])
+        if rank():
+            with suppress(OSError):  # a file server may not have told yet; this asks it
+                folder.path.mkdir()
+                folder.path.rmdir()
+            if not folder.config_file.is_file():
+                raise ConfigError(
+                    f"{folder.path}: process {rank()} does not see this run folder, which the "
+                    "first process has made; name a folder that all machines share by --run, or "
+                    "set checkpoint.every_seconds and checkpoint.every_steps to 0"
+                )
+        return share
+
+    def save(self, folder: RunFolder, model: nn.Module) -> None:
+        """Collect all rows on the first process, which writes the file. A collective.
+
+        Args:
+            folder: The folder of the run.
+            model: Has the rows of this process.
+
+        Raises:
+            OSError: the disk is full, or the folder no longer exists.
+        """
+        tables = SavedTables(model)
+        tables.flush()
+        own = {table.key: table for table in tables.tables}
+        state = {key: value for key, value in model.state_dict().items() if key not in own}
+        for key, ranges in self.layout.items():
+            rows = torch.empty(0 if rank() else max(end for _, end in ranges), self.dims[key])
+            for owner, (first, last) in enumerate(ranges):
+                for begin, end in row_ranges(last - first, 4 * self.dims[key]):
+                    block = rows[first + begin : first + end]
+                    if owner == rank() == 0:
+                        block.copy_(own[key].read("weight", begin, end))
+                    elif owner == rank():
+                        dist.send(own[key].read("weight", begin, end), 0)
+                    elif rank() == 0:
+                        dist.recv(block, owner)
+            state[key] = rows
+        if not rank():
+            folder.save_model(model, state=state)
+
+
+def build_rank_model(
+    config: TrainConfig, source: SampleSource, plan: HotPlan | None
+) -> tuple[nn.Module, nn.Module, list[Optimizer], DividedRows]:
     """Build the model of this process. A collective.
 
     Args:
@@ -102,25 +216,39 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
         source: The data.
         plan: The rows that never leave fast memory, of whole tables.
 
+    Returns:
+        What maps a mini-batch to (loss, (loss, logits, labels)). The model with the rows of this
+        process by the keys of a plain model, and no module in place of the tables if there are
+        none. The optimizers of the dense part, then of the rows. Which process has which rows.
+
     Raises:
         BudgetTooSmall: the budget is below the floor of this process's tables.
     """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    tables = tables_of(source, config.model)
-    placement = place_tables(_costs(tables, config, source), num_ranks)
+    tables = tables_of(source.table_sizes, features_by_table(source), config.model)
+    placement = place_tables(_costs(tables, config, source), num_ranks())
     torch.manual_seed(config.seed)
     collection = EmbeddingBagCollection(
-        [_torchrec_table(table, number, rank, config.seed) for number, table in enumerate(tables)],
+        [
+            EmbeddingBagConfig(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                feature_names=list(table.feature_names),
+                pooling=PoolingType[table.pooling.upper()],
+                init_fn=partial(_draw, 1 / sqrt(table.num_embeddings), config.seed, number),
+            )
+            for number, table in enumerate(tables)
+        ],
         device=torch.device("meta"),
     )
-    settings = {"lr": config.optimizer.lr}
-    if config.optimizer.name != "sgd":
-        settings["eps"] = config.optimizer.eps
     apply_optimizer_in_backward(
-        _OPTIMIZERS[config.optimizer.name], collection.parameters(), settings
+        _OPTIMIZERS[config.optimizer.name],
+        collection.parameters(),
+        constants_of(config.optimizer),
     )
     holder = RankTables(collection)
     network = build_network(config.model, source, holder, torch.device("cpu"))
+    _require_no_running_statistics(network)
     sharder = HotColdEmbeddingBagCollectionSharder(
         {
             "budget": config.budget or None,
@@ -136,7 +264,7 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
         for name, place in placement.items()
     }
     of_module = construct_module_sharding_plan(
-        collection, of_tables, sharder, num_ranks, num_ranks, "cpu"
+        collection, of_tables, sharder, num_ranks(), num_ranks(), "cpu"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TorchRec's arguments of DDP
@@ -147,21 +275,26 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
             sharders=[sharder],
         )
     average_in_order(parallel)
-    holder.agree_on_tiers()
+    [holder.has_tiers] = any_of(bool(holder.fetchers()))
     local = holder.collection.local_tables
-    _require_no_running_statistics(network)
-    dense = [each for name, each in network.named_parameters() if ".embedding_bags." not in name]
-    optimizers = [dense_optimizer(config, dense)]
+    dense = [value for name, value in network.named_parameters() if ".embedding_bags." not in name]
+    optimizers: list[Optimizer] = [dense_optimizer(config, dense)]
     rows: nn.Module = nn.Module()
     if local.collection is not None:
         assert local.collection.row_optimizer is not None
         rows = local.collection
         optimizers.append(local.collection.row_optimizer)
-    saved = _with_replaced(network.model, holder, rows)
-    built = BuiltModel(parallel, saved, optimizers)
     keys = {table.name: f"{path}.embedding_bags.{table.name}.weight" for table in tables}
     dims = {keys[table.name]: table.embedding_dim for table in tables}
-    return RankModel(built, _layout(keys, local.tables), dims, placement)
+    begins = {table.name: int(table.local_metadata.shard_offsets[0]) for table in local.tables}
+    ends = {table.name: begins[table.name] + int(table.local_rows) for table in local.tables}
+    of_ranks = gather_objects((begins, ends))
+    layout = {
+        key: [(begins.get(name, 0), ends.get(name, 0)) for begins, ends in of_ranks]
+        for name, key in keys.items()
+    }
+    divided = DividedRows(layout, dims, placement)
+    return parallel, _with_replaced(network.model, holder, rows), optimizers, divided
 
 
 def _require_no_running_statistics(network: nn.Module) -> None:
@@ -183,41 +316,23 @@ def _costs(
 ) -> dict[str, TableCost]:
     """What each table costs; its lookups are counted in the first samples."""
     train = source.splits["train"]
-    ids = source.read(torch.arange(train.start, min(train.stop, train.start + 1000)).numpy())
-    features = ids.sparse_features
-    bounds = features.offsets()[:: features.stride()].tolist()
-    lookups = {
-        key: bounds[number + 1] - bounds[number] for number, key in enumerate(features.keys())
-    }
+    first = range(train.start, min(train.stop, train.start + 1000))
+    ids = source.read(np.array(first)).sparse_features
     state_sizes = row_optimizer(config.optimizer).state_sizes
     return {
         table.name: TableCost(
             table.num_embeddings,
             row_bytes(table.embedding_dim, torch.float32, state_sizes(table.embedding_dim)),
-            table.embedding_dim * sum(lookups[feature] for feature in table.feature_names),
+            table.embedding_dim * sum(len(ids[name].values()) for name in table.feature_names),
         )
         for table in tables
     }
 
 
-def _torchrec_table(table: TableConfig, number: int, rank: int, seed: int) -> EmbeddingBagConfig:
-    """A table as TorchRec describes it; each process draws its own rows."""
-    return EmbeddingBagConfig(
-        name=table.name,
-        num_embeddings=table.num_embeddings,
-        embedding_dim=table.embedding_dim,
-        feature_names=list(table.feature_names),
-        pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
-        init_fn=partial(_draw, bound=1 / sqrt(table.num_embeddings), seeds=(seed, number, rank)),
-    )
-
-
-def _draw(weight: Tensor, bound: float, seeds: Sequence[int]) -> None:
-    """Draw rows uniformly in +-bound, the same for the same seeds."""
-    mixed = 0
-    for seed in seeds:  # as Python hashes a tuple, roughly
-        mixed = (mixed * 1_000_003 + seed + 1) % 2**63
-    weight.uniform_(-bound, bound, generator=torch.Generator().manual_seed(mixed))
+def _draw(bound: float, seed: int, number: int, weight: Tensor) -> None:
+    """Draw rows uniformly in +-bound, the same for the same seed, table and process."""
+    mixed = ((seed + 1) * 1_000_003 + number + 1) * 1_000_003 + rank() + 1
+    weight.uniform_(-bound, bound, generator=torch.Generator().manual_seed(mixed % 2**63))
 
 
 def _with_replaced(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
@@ -230,22 +345,6 @@ def _with_replaced(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Modu
         for name, child in module._modules.items()
     }
     return copied
-
-
-def _layout(keys: Mapping[str, str], local: Sequence[Any]) -> Layout:
-    """Which rows each process has of each table, by key. A collective.
-
-    Args:
-        keys: The key of each table, by name.
-        local: This process's tables, as TorchRec describes them.
-    """
-    own = {}
-    for table in local:
-        first = int(table.local_metadata.shard_offsets[0])
-        own[table.name] = first, first + int(table.local_rows)
-    of_ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, own)
-    return {key: [of_rank.get(name, (0, 0)) for of_rank in of_ranks] for name, key in keys.items()}
 
 
 class RankTables(AbstractDividedTables):
@@ -275,36 +374,28 @@ class RankTables(AbstractDividedTables):
         """The feature of each pooled vector, in column order."""
         return self._output_keys
 
-    def agree_on_tiers(self) -> None:
-        """Find out whether any process has rows in two tiers, after sharding. A collective."""
-        found = torch.tensor(len(self.fetchers()))
-        dist.all_reduce(found)
-        self.has_tiers = bool(found)
-
     def forward(self, ids: JaggedIds) -> KeyedTensor:
         """Look up; ids that were not sent before are sent now. A collective."""
-        sent = self._sent.pop(ids, None)
-        if sent is None:
-            return self._in_order(self.collection(_keyed(ids)))
-        context, arriving = sent
-        return self._in_order(self.collection.compute_and_output_dist(context, arriving.wait()))
+        context, arriving = self._sent.pop(ids, (None, None))
+        if arriving is None:
+            pooled = self.collection(ids.to_torchrec())
+        else:
+            pooled = self.collection.compute_and_output_dist(context, arriving.wait())
+        columns = pooled.to_dict()  # in an order that depends on the number of processes
+        found = [columns[name] for name in self._output_keys]
+        return KeyedTensor(
+            self._output_keys, [vectors.shape[1] for vectors in found], torch.cat(found, 1)
+        )
 
     def fetchers(self) -> list[Fetcher]:
         """What moves this process's rows; empty if all are in fast memory."""
         return list(self.collection.local_tables.fetchers())
 
-    def _in_order(self, pooled: Any) -> KeyedTensor:
-        """Vectors with their columns in the order of the tables, on any number of processes."""
-        columns = pooled.to_dict()
-        found = [columns[name] for name in self._output_keys]
-        return KeyedTensor(
-            self._output_keys, [each.shape[1] for each in found], torch.cat(found, 1)
-        )
-
     def send(self, features: JaggedIds) -> None:
         """Start to send ids; returns when all processes know how many they will get."""
         context = self.collection.create_context()
-        self._sent[features] = context, self.collection.input_dist(context, _keyed(features)).wait()
+        sent = self.collection.input_dist(context, features.to_torchrec())
+        self._sent[features] = context, sent.wait()
 
     def prefetch(self, features: JaggedIds) -> Claims:
         """Wait for ids that were sent, and start to fetch this process's rows."""
@@ -314,16 +405,6 @@ class RankTables(AbstractDividedTables):
         # Which `compute_and_output_dist` begins.
         context.claims = self.collection.local_tables.prefetch(ids)
         return list(context.claims)
-
-
-def _keyed(ids: JaggedIds) -> KeyedJaggedTensor:
-    """The ids as TorchRec takes them."""
-    return KeyedJaggedTensor(
-        ids.keys(),
-        ids.values(),
-        lengths=ids.lengths(),
-        offsets=ids.offsets(),
-    )
 
 
 def average_in_order(parallel: nn.Module) -> None:
@@ -361,8 +442,8 @@ def _average(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     received = torch.empty_like(shares)
     dist.all_to_all_single(received, shares)
     total = received[0]
-    for each in received[1:]:
-        total += each
+    for share in received[1:]:
+        total += share
     dist.all_gather(list(shares), total / num_ranks)
     gradients.copy_(shares.view(-1)[: len(gradients)])
     found: torch.futures.Future[Tensor] = torch.futures.Future()

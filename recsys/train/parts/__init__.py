@@ -1,1 +1,0 @@
-"""The objects that a configuration names."""
