@@ -28,9 +28,13 @@ it stopped.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import shutil
+import signal
 import sys
+import threading
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -43,6 +47,7 @@ from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads
+from recsys._support.user_warnings import plain_warnings
 from recsys.config import (
     AblationKeys,
     TrainConfig,
@@ -55,10 +60,10 @@ from recsys.config import (
 from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
 from recsys.report import make_differences, make_rows, write_report
 from recsys.train.run_folder import RunFolder, write_json
-from recsys.train.trainer_process import train_in_own_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from multiprocessing.connection import Connection
 
 
 __all__ = ["AblationConfig", "AblationKeys", "Cell", "ablate", "load_ablation"]
@@ -219,17 +224,87 @@ def _overlap(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
+def _train_apart(
+    config: TrainConfig, run_dir: Path, *, resume: bool = False, show_progress: bool
+) -> None:
+    """Train in a new process, with memory and threads of its own, and wait for it.
+
+    Ctrl-C and SIGTERM are sent on to it, and it ends its run after the step; SIGKILL ends both.
+
+    Raises:
+        ChildProcessError: the process was killed, or raised an error of another class, which it
+            shows.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came.
+        RecsysError, OSError: as `train` raises them.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    results, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(
+        target=_train_and_send, args=(sender, config, run_dir, resume, show_progress)
+    )
+    process.start()
+    sender.close()
+    signals = []
+
+    def send_on(number: int, _: object) -> None:
+        signals.append(number)
+        with suppress(ProcessLookupError):
+            os.kill(process.ident or 0, number)
+
+    before = {number: signal.signal(number, send_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        error = results.recv()
+        process.join()
+    except EOFError:
+        process.join()
+        error = ChildProcessError(
+            f"the process that trained {run_dir} ended with exit code {process.exitcode}: it has "
+            "raised an error, which it shows, or was killed (-9: often for lack of memory)"
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signals:
+        raise KeyboardInterrupt
+    if error is not None:
+        raise error
+
+
+def _train_and_send(
+    sender: Connection, config: TrainConfig, run_dir: Path, resume: bool, show_progress: bool
+) -> None:
+    """Train, and send the error that ends the run, or None."""
+    os.setpgrp()  # a Ctrl-C at the terminal reaches it once, through the caller
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    error = None
+    try:
+        from recsys.train.trainer import train
+
+        with plain_warnings(str(run_dir)):
+            train(config, run_dir, resume=resume, show_progress=show_progress)
+    except (KeyboardInterrupt, RecsysError, OSError) as raised:
+        error = raised
+    sender.send(error)
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os._exit(1)
+
+
 def ablate(
     config: AblationConfig,
     out_dir: str | Path,
     *,
     show_progress: bool = True,
-    run_cell: Callable[..., Any] = train_in_own_process,
+    run_cell: Callable[..., Any] = _train_apart,
 ) -> dict[str, Any]:
     """Run the cells that are not finished, one after the other, and tabulate all cells.
 
     Every cell is trained in a new process, which imports the main script. A script that calls this
-    function must do its work under `if __name__ == "__main__":`.
+    function must do its work under `if __name__ == "__main__":`, in its main thread.
 
     Args:
         config: The cells.
@@ -237,7 +312,8 @@ def ablate(
             `cells/`, and anew after every cell `ablate.json`, `report.html`, `table.md` and
             `table.csv`.
         show_progress: Print the name of every cell and draw its progress bar.
-        run_cell: Trains one configuration into a folder, as `train_in_own_process` does.
+        run_cell: Trains one configuration into a folder, with the arguments `resume` and
+            `show_progress` of `train`; by default in a new process.
 
     Returns:
         The record, as in `ablate.json`. Its `status` is "finished", or "unfinished" after Ctrl-C.

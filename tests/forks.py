@@ -103,15 +103,19 @@ def with_exit_functions(function):
 
 
 def _recsys(words):
+    from recsys import ablate
     from recsys.cli import main
-    from recsys.train import trainer_process
 
-    trainer_process.multiprocessing = SimpleNamespace(get_context=lambda _: _Forks)
+    ablate.multiprocessing = SimpleNamespace(
+        get_context=lambda _: _Forks, parent_process=multiprocessing.parent_process
+    )
     sys.exit(main(words))
 
 
 class _Forks:
-    """In place of the context `spawn`. A fork has no descriptor of its caller but one pipe's."""
+    """In place of the context `spawn`. A fork has two descriptors of its caller: of a pipe, and one
+    that tells when the caller has ended.
+    """
 
     Pipe = staticmethod(multiprocessing.Pipe)
 
@@ -122,6 +126,9 @@ class _Forks:
 
 
 def _close_all_but_its_pipe(target, connection, *arguments):
-    os.closerange(3, connection.fileno())
-    os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    caller = multiprocessing.parent_process().sentinel
+    first, last = sorted([connection.fileno(), caller])
+    os.closerange(3, first)
+    os.closerange(first + 1, last)
+    os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
     target(connection, *arguments)

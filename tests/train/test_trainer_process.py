@@ -3,18 +3,15 @@
 import json
 import multiprocessing
 import os
-import runpy
 import signal
 import time
 
 import pytest
 
-from recsys.ablate import ablate, load_ablation
+from recsys.ablate import _train_apart, ablate, load_ablation
 from recsys.errors import ConfigError
 from recsys.train.trainer import train
-from recsys.train.trainer_process import train_in_own_process
 from tests import forks
-from tests.forks import Fork
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +123,7 @@ def test_an_error_of_the_process_is_raised_here(small_config, tmp_path):
     config = small_config("synthetic.num_samples=8")
 
     with pytest.raises(ConfigError, match="validation part is empty: of 8 samples, train"):
-        train_in_own_process(config, tmp_path / "run", show_progress=False)
+        _train_apart(config, tmp_path / "run", show_progress=False)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
@@ -140,29 +137,5 @@ def test_a_process_that_dies_is_told_of(small_config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", start_and_kill)
 
-    with pytest.raises(ChildProcessError, match=r"with exit code -9 and no result; .*memory ran"):
-        train_in_own_process(config, tmp_path / "run", show_progress=False)
-
-
-@pytest.mark.outside_ci
-def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(
-    tmp_path, small_settings, monkeypatch
-):
-    (tmp_path / "ablation.toml").write_text(
-        "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'\n"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "from recsys.ablate import ablate, load_ablation\n"
-        f"config = load_ablation(Path('ablation.toml'), {small_settings[1::2]})\n"
-        "ablate(config, 'out')\n"
-    )
-
-    monkeypatch.chdir(tmp_path)
-
-    fork = Fork(runpy.run_path, str(script), None, "__main__")
-    _, said = fork.end()
-
-    assert fork.process.exitcode == 1
-    assert 'if __name__ == "__main__":' in said
+    with pytest.raises(ChildProcessError, match=r"with exit code -9: .*lack of memory"):
+        _train_apart(config, tmp_path / "run", show_progress=False)
