@@ -595,7 +595,10 @@ def _ablation_files(folder: Path) -> dict[str, str]:
         summary=_verdict(record),
         tables=_tables(record),
         notes=_notes(record),
-        variations=[(name, _text(keys)) for name, keys in config["variations"].items()],
+        variations=[
+            (name, ", ".join(f"{key} = {_text(value)}" for key, value in keys.items()) or "nothing")
+            for name, keys in config["variations"].items()
+        ],
     )
     table = pd.DataFrame(record["rows"]).drop(columns="values", errors="ignore")
     return {
