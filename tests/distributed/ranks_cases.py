@@ -16,8 +16,6 @@ from ranks_models import (
     found_in,
     make_collection,
     of_rank,
-    one_table,
-    pieces,
     shard,
     train,
 )
@@ -36,19 +34,11 @@ from ranks_shared import (
 )
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -58,8 +48,7 @@ from recsys.distributed import (
     HotPlanStorageEstimator,
 )
 from recsys.distributed.planner import fast_bytes
-from recsys.embeddings import PopularityProfile, TableConfig, plan_hot_rows
-from recsys.embeddings.optimizer import Adagrad
+from recsys.embeddings import Adagrad, PopularityProfile, TableConfig, plan_hot_rows
 from recsys.embeddings.tiers.budget import floor_bytes, row_bytes, slot_bytes
 
 BOUNDS = {2: [0, 16, 32], 4: [0, 8, 16, 24, 32]}
@@ -131,16 +120,6 @@ def loads_plain_rows(rank, world):
     return found_in(model)["rows"]
 
 
-def freezes(rank, world, exchange):
-    """Rows before and after training, if the tables of rank 1 require no gradient."""
-    model = shard(world, "row_wise", exchange=exchange)
-    for weight in model.module.ebc.parameters():
-        weight.requires_grad_(rank != 1)
-    before = found_in(model)["rows"]
-    train(model, BOUNDS[world], num_steps=2)
-    return before, found_in(model)["rows"]
-
-
 def resumes(rank, world, folder, output_dtensor, exchange):
     """A run, and the same one continued from a checkpoint in its middle, under another budget."""
     bounds = BOUNDS[world]
@@ -169,17 +148,6 @@ def resumes(rank, world, folder, output_dtensor, exchange):
         train(other, bounds, first_step=3)
         found[way] = found_in(other) | {"num_tiers": len(other.module.ebc.fetchers())}
     return found
-
-
-def writes_to_old_tensors(rank, world):
-    """The error if tensors of a state dict are written to after further training."""
-    tiers = {"budget": budgets_of(rank, world, "row_wise", "sgd")["floor"]}
-    model = shard(world, "row_wise", tiers=tiers)
-    old = model.state_dict()["ebc.embedding_bags.t2.weight"]
-    train(model, BOUNDS[world], num_steps=1)
-    for each in old.local_shards():
-        each.tensor.zero_()
-    return error_of(model.state_dict)
 
 
 def pins(rank, world, exchange):
@@ -233,56 +201,6 @@ def pipelines(rank, world, exchange):
             losses.append(float(loss_of(running.progress(batches), labels)))
         found[name] = found_in(model) | {"losses": losses, "num_ahead": num_ahead}
     return found
-
-
-class TwoCollections(nn.Module):
-    """Two collections of one table each, in one model."""
-
-    def __init__(self):
-        super().__init__()
-        self.user = one_table("user", 500, "u")
-        self.item = one_table("item", 600, "i")
-        self.last = nn.Linear(8, 1)
-        with torch.no_grad():
-            self.last.weight.fill_(0.1)
-            self.last.bias.zero_()
-
-    def forward(self, features):
-        pooled = torch.cat([self.user(features)["u"], self.item(features)["i"]], 1)
-        return self.last(pooled).squeeze(1)
-
-
-def two_collections(rank, world, budget, exchange):
-    model = TwoCollections()
-    tables = [*model.user.parameters(), *model.item.parameters()]
-    apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": LR})
-    settings = {"budget": budget, "row_wise_exchange": exchange}
-    sharder = HotColdEmbeddingBagCollectionSharder(settings)
-    plans = {
-        path: construct_module_sharding_plan(
-            getattr(model, path), {path: how}, sharder, world, world, "cpu"
-        )
-        for path, how in (("user", table_wise(rank=0)), ("item", row_wise()))
-    }
-    model = DistributedModelParallel(
-        model, device=CPU, plan=ShardingPlan(plans), sharders=[sharder]
-    )
-    losses = []
-    for step in range(4):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        ids = [torch.randint(0, limit, (8,), generator=generator) for limit in (500, 600)]
-        features = KeyedJaggedTensor(
-            keys=["u", "i"], values=torch.cat(ids), lengths=torch.ones(16, dtype=torch.long)
-        )
-        loss = model(features).square().mean()
-        loss.backward()
-        losses.append(float(loss.detach()))
-    rows = {
-        key: pieces(value)
-        for key, value in model.state_dict().items()
-        if key.startswith(("user", "item"))
-    }
-    return {"losses": losses, "rows": rows}
 
 
 def beside_fbgemm(rank, world, kind, optimizer, exchange):

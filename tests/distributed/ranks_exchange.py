@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from ranks_cases import BOUNDS
-from ranks_models import CPU, found_in, of_rank, one_table, pieces, shard, train
+from ranks_models import CPU, of_rank, one_table, pieces, shard, train
 from ranks_shared import LR, OUTPUTS
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
@@ -26,20 +26,6 @@ def looks_up(rank, world, bounds=None, **options):
         with torch.set_grad_enabled(mode):
             vectors = collection(features)
             found.append({name: vectors[name].detach().clone() for name in OUTPUTS})
-    return found
-
-
-def steps_once(rank, world, kind, optimizer):
-    """Rows and state after one step from the same state, by exchange."""
-    bounds, found = BOUNDS[world], {}
-    first = shard(world, kind, optimizer, exchange="rows")
-    train(first, bounds, num_steps=3)  # for state that is not zero
-    for exchange in ("rows", "pooled"):
-        model = shard(world, kind, optimizer, exchange=exchange)
-        model.load_state_dict(first.state_dict())
-        model.fused_optimizer.load_state_dict(first.fused_optimizer.state_dict())
-        train(model, bounds, first_step=3, num_steps=4)
-        found[exchange] = found_in(model)
     return found
 
 

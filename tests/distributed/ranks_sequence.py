@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ranks_models import CPU, OPTIMIZERS, Batch, found_in, of_rank, train
 from ranks_shared import (
     FEATURES,
@@ -26,7 +25,6 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     row_wise,
@@ -157,41 +155,3 @@ def sequences_in_a_pipeline(rank, world, bounds):
             model.train()
         losses.append(float(loss_of(running.progress(batches), labels)))
     return found_in(model) | {"losses": losses, "num_ahead": num_ahead}
-
-
-def sequences_resume(rank, world, folder):
-    """A run, and the same one continued from a checkpoint in its middle."""
-
-    def state_of(model):
-        return {"model": model.state_dict(), "rows": model.fused_optimizer.state_dict()}
-
-    model = shard(world, "mixed", "adagrad", {"budget": 24_000})
-    train(model, [0, 16, 32], num_steps=3)
-    dcp.save(state_of(model), checkpoint_id=folder)
-    train(model, [0, 16, 32], first_step=3)
-    other = shard(world, "mixed", "adagrad", {"budget": 30_000})
-    train(other, [0, 16, 32], num_steps=1)
-    loaded = state_of(other)
-    dcp.load(loaded, checkpoint_id=folder)
-    other.load_state_dict(loaded["model"])
-    other.fused_optimizer.load_state_dict(loaded["rows"])
-    train(other, [0, 16, 32], first_step=3)
-    return {"whole": found_in(model), "resumed": found_in(other)}
-
-
-def sequences_beside_fbgemm(rank, world):
-    """Ours, and TorchRec's own sharder with the same plan, rows and state: outputs and one step."""
-    ours = shard(world, "mixed", "rowwise_adagrad", {"budget": 24_000})
-    train(ours, [0, 16, 32], num_steps=3)
-    theirs = shard(world, "mixed", "rowwise_adagrad", sharder=EmbeddingCollectionSharder)
-    theirs.load_state_dict(ours.state_dict())
-    theirs.fused_optimizer.load_state_dict(ours.fused_optimizer.state_dict())
-    found = {}
-    for name, model in (("ours", ours), ("theirs", theirs)):
-        dense, features, _ = of_rank(3, 16 * rank, 16 * rank + 16, 32)
-        with torch.no_grad():
-            outputs = model(dense, features)
-        train(model, [0, 16, 32], first_step=3, num_steps=4)
-        keys = [list(model.state_dict()), list(dict(model.named_parameters()))]
-        found[name] = {"outputs": outputs, "after": found_in(model), "keys": keys}
-    return found

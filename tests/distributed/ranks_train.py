@@ -3,7 +3,6 @@
 import errno
 import itertools
 import json
-import signal
 import warnings
 from pathlib import Path
 
@@ -17,13 +16,11 @@ from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
 from recsys.distributed.input_checks import InputChecks
 from recsys.errors import ConfigError, IdOutOfRange
-from recsys.train import Callback
+from recsys.train import Callback, train
 from recsys.train.checkpoint.format import piece_number
 from recsys.train.checkpoint.writer import PieceWriter
-from recsys.train.loop.progress import Progress
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.rank_model import average_in_order
-from recsys.train.trainer import train
 
 SETTINGS = (
     "synthetic.num_samples=1600",  # 22 steps an epoch
@@ -74,24 +71,6 @@ def trains_a_run(rank, world, **arguments):
     found = run_training(**arguments)
     dist.barrier()  # the first rank has written the files
     return found
-
-
-def is_interrupted(rank, world, step, interrupted, **arguments):
-    """As `trains_a_run`, but Ctrl-C comes after a step.
-
-    Args:
-        interrupted: The rank that it reaches; None for all.
-    """
-    add = Progress.add
-
-    def add_and_interrupt(progress, *added):
-        add(progress, *added)
-        if progress.num_steps == step and interrupted in (rank, None):
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Progress, "add", add_and_interrupt)
-        return trains_a_run(rank, world, **arguments)
 
 
 class Stops(Callback):

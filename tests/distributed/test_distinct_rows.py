@@ -36,33 +36,6 @@ def test_vectors_are_those_of_one_process(ranks, kind, bounds, options):
                 assert torch.equal(vectors[name], expected[name][begin:end]), name
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_a_step_is_near_that_of_pooled_parts(ranks, optimizer):
-    for rank in ranks("steps_once", kind="mixed", optimizer=optimizer):
-        for part_of, found in rank["rows"].items():
-            if part_of == "dense":
-                continue
-            for name, its_pieces in found.items():
-                for (_, values), (_, expected) in zip(
-                    its_pieces, rank["pooled"][part_of][name], strict=True
-                ):
-                    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_means_of_row_wise_tables_train_as_in_one_process(ranks):
-    options = {"kind": "row_wise", "optimizer": "adagrad", "is_mean": True}
-    found = ranks("trains", exchange="rows", tiers={"budget": 16_000}, **options)
-
-    expected = OneProcess("table_wise", "adagrad", pooling="mean")
-    losses = torch.tensor(expected.train([0, 16, 32]))
-    torch.testing.assert_close(
-        torch.tensor([rank["losses"] for rank in found]).T, losses, rtol=1e-5, atol=1e-6
-    )
-    for name, rows in expected.rows().items():
-        whole = torch.cat([piece for rank in found for _, piece in rank["rows"][name]])
-        torch.testing.assert_close(whole, rows, rtol=1e-4, atol=1e-5)
-
-
 def test_a_rank_may_look_up_rows_of_another_rank_only(ranks):
     found = ranks("looks_up_rows_of_the_next_rank")
 
@@ -99,11 +72,3 @@ def test_a_distinct_id_and_its_row_travel_once_each_way(ranks):
         assert of_rows == [
             sum(4 * DIM[name] * count[name] for name in ROWS) for count in (other, own)
         ]
-
-
-def test_parts_of_all_vectors_travel_without_distinct_rows(ranks):
-    width = sum(DIM[table] for table in OUTPUTS.values())
-
-    for sent in ranks("counts_bytes", kind="row_wise", exchange="pooled"):
-        of_vectors = [num_bytes for dtype, num_bytes in sent if dtype == torch.float32]
-        assert of_vectors == [16 * 4 * width] * 2  # there and back, of the other rank's samples

@@ -7,18 +7,6 @@ import pytest
 
 torchrec = pytest.importorskip("torchrec")
 
-from recsys import distributed  # noqa: E402
-
-
-def test_public_names_are_these_and_no_others():
-    assert distributed.__all__ == [
-        "HotColdEmbeddingBagCollectionSharder",
-        "HotColdEmbeddingCollectionSharder",
-        "HotColdTrainPipelineSparseDist",
-        "HotPlanStorageEstimator",
-        "OtherRankFailed",
-    ]
-
 
 @pytest.mark.slow
 def test_the_snippets_of_the_page_run(ranks, pytestconfig, tmp_path):

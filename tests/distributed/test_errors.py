@@ -12,7 +12,6 @@ from torchrec.distributed import DistributedModelParallel  # noqa: E402
 from torchrec.distributed.fp_embeddingbag import (  # noqa: E402
     FeatureProcessedEmbeddingBagCollectionSharder,
 )
-from torchrec.distributed.memory_stashing import MemoryStashingManager  # noqa: E402
 from torchrec.distributed.sharding_plan import (  # noqa: E402
     column_wise,
     construct_module_sharding_plan,
@@ -29,7 +28,6 @@ from torchrec.modules.fp_embedding_modules import (  # noqa: E402
 from torchrec.optim import RowWiseAdagrad  # noqa: E402
 
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder  # noqa: E402
-from recsys.errors import MalformedBags  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "mixed"])
@@ -132,15 +130,6 @@ def test_parts_of_means_are_refused(process_group):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TorchRec's arguments of DDP
-def test_distinct_rows_refuse_feature_processors(process_group):
-    model, features = processed(by_position())
-    sharded = shard(model, row_wise(), wrapped_by=FeatureProcessedEmbeddingBagCollectionSharder)
-
-    with pytest.raises(ValueError, match="set row_wise_exchange='pooled' in fused_params"):
-        sharded.module.ebc(features).to_dict()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # TorchRec's arguments of DDP
 def test_pooled_parts_have_the_weights_of_feature_processors(process_group):
     model, features = processed(by_position())
     before = model.ebc._embedding_bag_collection.embedding_bags["user"].weight.detach().clone()
@@ -154,43 +143,6 @@ def test_pooled_parts_have_the_weights_of_feature_processors(process_group):
     torch.testing.assert_close(vectors, expected)
     gradient = model.ebc._feature_processors["u"].position_weight.grad
     torch.testing.assert_close(gradient, torch.stack([2 * before[3].sum(), before[5].sum()]))
-
-
-def test_trackers_of_torchrec_are_refused(process_group):
-    model = Holder()
-    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
-    sharded = shard(model, row_wise())
-
-    with pytest.raises(NotImplementedError, match="does not call TorchRec's ModelDeltaTracker"):
-        sharded.module.ebc.register_post_lookup_tracker_fn(lambda *_: None)
-
-
-def test_kernels_of_fbgemm_are_refused_by_name(process_group):
-    model = Holder()
-    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
-    [lookup] = shard(model, row_wise()).module.ebc._lookups
-
-    with pytest.raises(AttributeError, match="managed collisions, pruning of tables"):
-        list(lookup._emb_modules)  # as TorchRec's managed collisions do
-    assert MemoryStashingManager.stash_embedding_weights(lookup) is None  # it asks by hasattr
-
-
-def test_an_exchange_is_one_of_two():
-    with pytest.raises(ValueError, match=r"row_wise_exchange must be one of .* got 'row'"):
-        HotColdEmbeddingBagCollectionSharder({"row_wise_exchange": "row"})
-
-
-def test_a_feature_that_a_rank_has_twice_is_refused_by_name(process_group):
-    model = Holder()
-    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
-    sharded = shard(model, table_wise(rank=0, compute_kernel="fused")).module.ebc
-    features = torchrec.KeyedJaggedTensor(
-        keys=["u", "u"], values=torch.tensor([3, 4]), lengths=torch.tensor([1, 1])
-    )
-
-    for _ in range(2):
-        with pytest.raises(MalformedBags, match=r"features \['u'\] must be in the batch once"):
-            sharded(features)
 
 
 @pytest.mark.parametrize("exchange", ["rows", "pooled"])
@@ -231,20 +183,3 @@ def test_an_optimizer_is_refused_by_name(process_group, optimizer, settings, mat
 
     with pytest.raises(ValueError, match=f"table 'user': {match}"):
         shard(model, table_wise(rank=0, compute_kernel="fused"))
-
-
-def test_state_from_before_is_refused(process_group):
-    model = Holder()
-    apply_optimizer_in_backward(torch.optim.Adagrad, model.ebc.parameters(), {"lr": 0.1})
-    features = torchrec.KeyedJaggedTensor(
-        keys=["u"], values=torch.tensor([3]), lengths=torch.tensor([1])
-    )
-    model.ebc(features).values().sum().backward()
-
-    with pytest.raises(ValueError, match="table 'user': its optimizer has state from training"):
-        shard(model, table_wise(rank=0))
-
-
-def test_a_plan_must_be_a_hot_plan():
-    with pytest.raises(TypeError, match="plan must be a HotPlan, got dict"):
-        HotColdEmbeddingBagCollectionSharder({"plan": {}})

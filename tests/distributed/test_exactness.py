@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks_one_process import OneProcess, one_process
-from ranks_shared import IS_STRESS, KINDS, OPTIMIZERS, ROWS, WORLDS
+from ranks_shared import KINDS, ROWS, WORLDS
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -58,16 +58,17 @@ def require_same(run, other):
         assert torch.equal(values, other["dense"][name]), name
 
 
+SOME = [  # each kind of plan, each exchange and each optimizer
+    ("sgd", "table_wise", "pooled"),
+    ("adagrad", "row_wise", "pooled"),
+    ("rowwise_adagrad", "mixed", "pooled"),
+    ("sgd", "mixed", "rows"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.in_ci(
-    "sgd-table_wise-pooled",
-    "adagrad-row_wise-pooled",
-    "rowwise_adagrad-mixed-pooled",
-    "sgd-mixed-rows",
-)
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("kind", "exchange"), PLANS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "kind", "exchange"), SOME)
 def test_every_budget_and_tier_computes_what_one_process_computes(
     ranks, optimizer, kind, exchange, world, tmp_path
 ):
@@ -89,34 +90,12 @@ def test_every_budget_and_tier_computes_what_one_process_computes(
     require_equal([rank["resident"] for rank in found], losses, expected, near)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not IS_STRESS, reason="four ranks only run in make stress")
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_more_ranks_compute_the_same_in_every_run(ranks, exchange):
-    options = {"kind": "mixed", "optimizer": "adagrad", "exchange": exchange}
-    first, second = (ranks("trains", 4, **options) for _ in range(2))
-
-    for run, other in zip(first, second, strict=True):
-        require_same(run, other)
-
-
 def test_a_rank_without_tables_takes_part(ranks):
     found = ranks("trains", owners=[0, 0, 0, 0, 0], optimizer="adagrad", tiers={"budget": 20_000})
 
     expected = OneProcess("table_wise", "adagrad")
     require_equal(found, expected.train([0, 16, 32]), expected)
     assert not any(found[1]["rows"].values())
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_rank_with_frozen_tables_takes_part(ranks, exchange):
-    (first, first_after), (second, second_after) = ranks("freezes", exchange=exchange)
-
-    for name in ROWS:
-        assert all(
-            map(torch.equal, *([rows for _, rows in each[name]] for each in (second, second_after)))
-        )
-    assert not torch.equal(first["t2"][0][1], first_after["t2"][0][1])
 
 
 @pytest.mark.parametrize("bounds", [[0, 0, 16], [0, 16, 16], [0, 5, 16]])
@@ -155,16 +134,6 @@ def test_each_rank_pins_its_own_rows_of_a_plan(ranks, exchange):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_two_collections_have_a_budget_each(ranks, exchange):
-    resident = ranks("two_collections", budget=10**6, exchange=exchange)
-    tiered = ranks("two_collections", budget=3000, exchange=exchange)
-
-    for before, after in zip(resident, tiered, strict=True):
-        empty = {"state": {}, "dense": {}}
-        require_same(before | empty, after | empty)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_pipelines_compute_what_a_loop_computes(ranks, exchange):
     found = ranks("pipelines", exchange=exchange)
 
@@ -176,8 +145,7 @@ def test_pipelines_compute_what_a_loop_computes(ranks, exchange):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("kind", "exchange"), PLANS)
+@pytest.mark.parametrize(("optimizer", "kind", "exchange"), SOME)
 def test_outputs_and_a_step_are_near_those_of_fbgemm(ranks, kind, exchange, optimizer):
     found = ranks("beside_fbgemm", kind=kind, optimizer=optimizer, exchange=exchange)
 

@@ -57,12 +57,6 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, output_dtensor, exc
                 require_same(rank[way][part], rank["whole"][part])
 
 
-def test_writes_to_tensors_of_an_old_state_dict_are_an_error(ranks):
-    found = ranks("writes_to_old_tensors")
-
-    assert all(error.startswith("ConflictingWrite: ") for error in found), found
-
-
 def test_a_learning_rate_is_set_as_in_torchrec(ranks):
     found = ranks("schedules")
 

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -54,13 +53,6 @@ def require_equal(run, other):
         assert torch.equal(value, theirs[key]), key
 
 
-def require_close(run, other):
-    ours, theirs = model_of(run), model_of(other)
-    assert ours.keys() == theirs.keys()
-    for key, value in ours.items():
-        torch.testing.assert_close(value, theirs[key], rtol=1e-4, atol=1e-5, msg=key)
-
-
 def history(run):
     lines = (run / "history.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -87,17 +79,6 @@ def test_all_ranks_know_the_metrics_of_all_samples(plain):
     ]
 
 
-def test_any_number_of_ranks_divides_a_mini_batch_of_an_evaluation(ranks, tmp_path, plain):
-    (expected, _), _ = plain
-    # Of 114 samples, the first 113 are one mini-batch, and one rank has no sample of the next.
-    settings = ["checkpoint.every_seconds=1000", "eval.batch_size=113"]
-    first, second = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
-
-    assert first["metrics"] == second["metrics"]
-    for split, metrics in expected["metrics"].items():
-        assert first["metrics"][split] == pytest.approx(metrics, rel=1e-5)
-
-
 def test_a_budget_changes_no_bit(ranks, tmp_path, plain):
     _, resident = plain
     settings = ["budget=60KiB", "cold_tier=file", "eval.every_steps=9"]
@@ -109,14 +90,6 @@ def test_a_budget_changes_no_bit(ranks, tmp_path, plain):
     assert all(rank["schedule"]["mean_depth"] > 1.8 for rank in found)
     assert all(rank["tiers"]["cold_tier"] == "file" for rank in found)
     assert all(0 < rank["tiers"]["lookup_hit_rate"] < 1 for rank in found)
-
-
-def test_a_model_of_ones_own_has_its_columns_in_the_order_of_the_tables(ranks, tmp_path):
-    settings = ["model.name=ranks_train:Wide", "synthetic.num_samples=500"]
-    first, _ = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
-
-    found, expected = evaluate_run(tmp_path / "run")["test"], first["metrics"]["test"]
-    assert found.logloss == pytest.approx(expected["logloss"], rel=1e-5)
 
 
 def test_ranks_rank_items_as_one_process_does(ranks, tmp_path):
@@ -131,18 +104,6 @@ def test_ranks_rank_items_as_one_process_does(ranks, tmp_path):
         assert found[name] == pytest.approx(expected[name], rel=1e-4)
 
 
-@pytest.mark.outside_ci
-def test_ranks_look_ahead_as_far_as_each_has_room(ranks, tmp_path, whole):
-    settings = ["budget=30KiB", "schedule.lookahead.depth=3", "epochs=2"]
-    found = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
-
-    require_equal(whole, tmp_path / "run")
-    first, second = (rank["schedule"]["mean_depth"] for rank in found)
-    assert 0 < first < 2.5
-    assert 0 < second < 2.5
-    assert first != second
-
-
 def test_an_invalid_id_in_a_mini_batch_ahead_ends_all_ranks(failing_ranks, tmp_path):
     run = str(tmp_path / "run")
 
@@ -150,23 +111,6 @@ def test_an_invalid_id_in_a_mini_batch_ahead_ends_all_ranks(failing_ranks, tmp_p
 
     assert "IdOutOfRange: of mini-batch 20" in second
     assert "OtherRankFailed" in first
-
-
-def test_ranks_continue_a_run_of_one_process_that_began_with_another_model(ranks, tmp_path):
-    first, begun, ours, theirs = (tmp_path / name for name in ("first", "begun", "ours", "theirs"))
-    run_training(first, ["seed=1"])
-    saves = [*SAVES, f"init_from={first}"]
-    run_training(begun, saves)
-    shutil.copytree(begun, ours)
-    shutil.copytree(begun, theirs)
-    more = [*saves, "epochs=2"]
-
-    run_training(theirs, more, resume=True)
-    found = ranks("trains_a_run", run=str(ours), settings=more, resume=True)
-
-    require_close(ours, theirs)
-    assert found[0]["num_steps"] == 44
-    np.testing.assert_allclose(losses(ours), losses(theirs), rtol=1e-4)
 
 
 def test_in_bf16_two_ranks_continue_as_one_process_that_computes_both_halves(
@@ -199,21 +143,6 @@ def test_in_bf16_two_ranks_continue_as_one_process_that_computes_both_halves(
     assert [each["step"] for each in found[0]["resumed"]] == [4]
     assert found[0]["num_steps"] == 12
     require_equal(ours, theirs)
-
-
-def test_one_process_continues_a_run_of_ranks(ranks, tmp_path):
-    begun, ours, theirs = (tmp_path / name for name in ("begun", "ours", "theirs"))
-    saves = [*SAVES, "optimizer.name=rowwise_adagrad", "optimizer.eps=1e-8"]
-    ranks("trains_a_run", run=str(begun), settings=saves)
-    shutil.copytree(begun, ours)
-    shutil.copytree(begun, theirs)
-    more = [*saves, "epochs=2"]
-
-    ranks("trains_a_run", run=str(theirs), settings=more, resume=True)
-    found = run_training(ours, more, resume=True)
-
-    require_close(ours, theirs)
-    assert found["num_steps"] == 44
 
 
 def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
@@ -260,42 +189,13 @@ def test_the_first_step_of_three_ranks_averages_gradients_as_a_later_one(ranks):
         assert all(torch.equal(average, each[1][number]) for each in others)
 
 
-@pytest.mark.in_ci("then the other one")
-@pytest.mark.parametrize(
-    "failing",
-    [[(0, 0), (2, 99)], [(2, 3), (3, 99)]],
-    ids=["one disk is full", "then the other one"],
-)
-def test_full_disks_leave_the_newest_checkpoint_that_all_have(ranks, tmp_path, failing, whole):
-    parts = tmp_path / "parts"
+def test_full_disks_leave_the_newest_checkpoint_that_all_have(ranks, tmp_path, whole):
+    parts, failing = tmp_path / "parts", [(2, 3), (3, 99)]
     ranks("has_full_disks", run=str(parts), failing=failing, settings=["checkpoint.every_steps=7"])
 
     found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
     require_equal(whole, parts)
     assert [each["step"] for each in found[0]["resumed"]] == [7]
-
-
-@pytest.mark.outside_ci
-def test_full_disks_leave_the_checkpoint_of_one_process(ranks, tmp_path):
-    run = tmp_path / "run"
-    run_training(run, SAVES)
-
-    more = ["checkpoint.every_steps=7", "epochs=2"]
-    failing = [(4, 5), (5, 99)]
-    ranks("has_full_disks", run=str(run), failing=failing, settings=more, resume=True)
-
-    found = ranks("trains_a_run", run=str(run), settings=["epochs=3"], resume=True)
-    assert [each["step"] for each in found[0]["resumed"]] == [22]
-
-
-@pytest.mark.outside_ci
-def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path, whole):
-    parts = tmp_path / "parts"
-    ranks("has_no_folder", run=str(parts), num_failures=1, settings=SAVES)
-
-    found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
-    require_equal(whole, parts)
-    assert [each["step"] for each in found[0]["resumed"]] == [22]
 
 
 def test_a_rank_that_never_has_a_folder_ends_its_run(ranks, tmp_path, plain):
@@ -337,24 +237,6 @@ def test_all_ranks_stop_early_at_the_same_step(ranks, tmp_path):
     assert [each for each in first["calls"] if each[0] == "evaluation"] == evaluations
     assert [each[1] for each in first["calls"] if each[0] == "checkpoint"] == [17, 20]
     assert second["calls"] == []
-
-
-@pytest.mark.outside_ci
-def test_a_resumed_run_of_ranks_stops_where_the_uninterrupted_one_does(ranks, tmp_path):
-    settings = [*STOPS, "checkpoint.every_steps=7"]
-    ranks("has_callbacks", run=str(tmp_path / "whole"), settings=settings)
-    ranks("has_callbacks", run=str(tmp_path / "run"), settings=settings)
-    folder = tmp_path / "run" / "checkpoints"
-    (folder / "00000003.json").unlink()  # as if it were killed before its last checkpoint
-    (folder / "LAST").unlink()
-    (tmp_path / "run" / "run.json").unlink()
-
-    found = ranks("has_callbacks", run=str(tmp_path / "run"), settings=settings, resume=True)
-
-    assert [each["num_steps"] for each in found] == [20, 20]
-    assert found[0]["stopped_early"]["num_without"] == 3
-    assert found[0]["calls"][:2] == [["evaluation", 15], ["evaluation", 20]]
-    require_equal(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.parametrize(("given", "num_steps"), [(0, 10), (1, 22)])
@@ -418,18 +300,6 @@ def test_an_error_of_a_callback_ends_all_ranks(failing_ranks, tmp_path):
     assert "--max-restarts 3 with --resume" in others
     assert seconds < 30
     assert json.loads((run / "run.json").read_text())["status"] == "failed"
-
-
-def test_an_error_of_one_rank_ends_all(failing_ranks, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "something").write_text("")
-
-    (own, _), (others, seconds) = failing_ranks("trains_a_run", run=str(run))
-
-    assert "AlreadyExists" in own
-    assert "OtherRankFailed" in others
-    assert seconds < 30
 
 
 @pytest.mark.parametrize(

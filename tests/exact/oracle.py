@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from recsys.embeddings import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.kernels.cpu.rounding import (
     FACTOR1,
     FACTOR2,
@@ -11,7 +12,6 @@ from recsys.embeddings.kernels.cpu.rounding import (
     LARGEST_BFLOAT16,
     table_key,
 )
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.rows.tables import compute_dtype
 
 

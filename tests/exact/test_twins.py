@@ -1,6 +1,7 @@
 """Random training has the bits of plain PyTorch; see `twins.py`, which also runs for hours."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,17 @@ def folder(tmp_path_factory):
 )
 def test_rows_in_tiers_and_schedules_change_no_bit(folder, seed, actions):
     play(seed, folder, actions)
+
+
+@pytest.mark.threads
+def test_two_threads_change_no_bit(folder, monkeypatch):
+    kernels = "recsys.embeddings.kernels.cpu"
+    limits = ["lookup.MIN_SHARED_BYTES", "update.MIN_SHARED_BYTES"]
+    for limit in (*limits, "claim._MIN_SHARED_IDS", "move._MIN_SHARED_ROWS"):
+        monkeypatch.setattr(f"{kernels}.{limit}", 0)
+    torch.set_num_threads(2)
+    for seed in range(20):
+        play(seed, folder)
 
 
 def test_with_rows_that_are_not_written_back_bits_differ(folder, monkeypatch):

@@ -129,7 +129,7 @@ class Side:
 
     def __init__(self, name, features):
         self.name, self.features = name, features
-        self.oracle, self.numbers = None, []
+        self.oracle, self.id_dtype = None, torch.int64
 
     def look_up(self, locations, bags, is_mean=False, trained=None):
         """Of each location: its columns, which the oracle will ask for a gradient.
@@ -145,29 +145,32 @@ class Side:
             mean = is_mean[number] if isinstance(is_mean, list) else is_mean
             lookups = SimpleNamespace(locations=[(table, position, 0)], is_mean=mean)
             dim = self.oracle.tables[table].shape[1]
-            pooled = self.oracle.look_up(lookups, bags, dim).requires_grad_()
+            pooled = self.oracle.look_up(lookups, bags, dim)
             found.append(pooled)
-            self.pending.append((lookups, trained or bags, pooled))
+            if self.parameters[table].requires_grad:
+                pooled.requires_grad_()
+                self.pending.append((lookups, trained or bags, pooled))
         return found
 
 
 class OneTable(Side):
     """A bag or an embedding, which may be called for several features."""
 
-    def __init__(self, name, module, features, has_weights=False):
+    def __init__(self, name, module, features, has_weights=False, length=None):
         super().__init__(name, features)
-        self.module, self.has_weights = module, has_weights
+        self.module, self.has_weights, self.length = module, has_weights, length
         self.is_bag = isinstance(module, nn.EmbeddingBag)
 
     def arguments(self, batch):
         calls = []
         for name in self.features:
             ids, offsets, weights = batch.jagged([name])
-            if self.is_bag:
-                weights = weights.to(self.module.weight.dtype) if self.has_weights else None
-                calls.append((ids, offsets[:-1], weights))
-            else:
-                calls.append((ids.view(batch.size, -1),))
+            ids, offsets = ids.to(self.id_dtype), offsets[:-1].to(self.id_dtype)
+            weights = weights.to(self.module.weight.dtype) if self.has_weights else None
+            if self.length is not None:
+                ids, offsets = ids.view(batch.size, -1), None
+                weights = None if weights is None else weights.view(batch.size, -1)
+            calls.append((ids, offsets, weights) if self.is_bag else (ids,))
         return calls
 
     def results(self, model, batch):
@@ -197,13 +200,17 @@ class OneTable(Side):
 class Collection(Side):
     """A collection, with bags or without."""
 
-    def __init__(self, name, module, tables, keys, has_weights=False):
+    def __init__(self, name, module, tables, keys, has_weights=False, length=None):
         super().__init__(name, keys)
         self.module, self.tables, self.has_weights = module, tables, has_weights
+        self.is_one_hot = length == 1 and not has_weights
         self.is_pooled = isinstance(module, HotColdEmbeddingBagCollection)
 
     def arguments(self, batch):
         ids, offsets, weights = batch.jagged(self.features)
+        ids, offsets = ids.to(self.id_dtype), offsets.to(self.id_dtype)
+        if self.is_one_hot:
+            return [(JaggedIds.from_one_hot(self.features, ids.view(-1, batch.size)),)]
         return [(JaggedIds(self.features, ids, offsets, weights if self.has_weights else None),)]
 
     def results(self, model, batch):
@@ -289,6 +296,9 @@ class Case:
         sides = getattr(self, f"make_{self.kind}")()
         self.model = Model(sides, rng.random() < 0.5)
         self.begin()
+        for side in sides:
+            side.id_dtype = rng.choice([torch.int32, torch.int64])
+            side.parameters[0].requires_grad_(rng.random() < 0.9)
         rows = [table for side in sides for table in side.module.parameters()]
         dense = [each for each in self.model.parameters() if all(each is not row for row in rows)]
         self.dense = torch.optim.SGD(dense, lr=1e-4)
@@ -331,7 +341,7 @@ class Case:
 
     def make_tables(self, data_types):
         rng = self.rng
-        tables, features = [], []
+        tables, features, length = [], [], rng.choice([None, None, 1])
         for number in range(rng.randint(1, 4)):
             size, own = rng.choice([1, 4, 30, 150]), []
             for _ in range(rng.choice([1, 1, 2])):
@@ -339,7 +349,7 @@ class Case:
                 if shared and rng.random() < 0.3:
                     own.append(rng.choice(shared))
                 else:
-                    features.append(self.new_feature(size))
+                    features.append(self.new_feature(size, length))
                     own.append(features[-1])
             tables.append(
                 TableConfig(
@@ -356,18 +366,18 @@ class Case:
         kinds = [
             (each.num_embeddings, each.embedding_dim, dtypes[each.data_type]) for each in tables
         ]
-        return tables, features, self.options(kinds)
+        return tables, features, length, self.options(kinds)
 
     def make_collection(self):
-        tables, features, options = self.make_tables(["fp32", "fp32", "bf16"])
+        tables, features, length, options = self.make_tables(["fp32", "fp32", "bf16"])
         has_weights = self.rng.random() < 0.3
         module = HotColdEmbeddingBagCollection(tables, is_weighted=has_weights, **options)
-        return [Collection("collection", module, tables, features, has_weights)]
+        return [Collection("collection", module, tables, features, has_weights, length)]
 
     def make_rows(self):
-        tables, features, options = self.make_tables(["fp32"])
+        tables, features, length, options = self.make_tables(["fp32"])
         module = HotColdEmbeddingCollection(tables, **options)
-        return [Collection("rows", module, tables, features)]
+        return [Collection("rows", module, tables, features, length=length)]
 
     def make_one(self, name, own=True):
         """A bag or an embedding; of torch's unless it is `own`."""
@@ -381,7 +391,7 @@ class Case:
             options = {"sparse": True}
         options |= {"dtype": dtype, "padding_idx": padding}
         is_bag, mode = rng.random() < 0.6, rng.choice(["sum", "mean"])
-        length = None if is_bag else rng.randint(1, 3)
+        length = rng.choice([None, None, 1, 2]) if is_bag else rng.randint(1, 3)
         features = [self.new_feature(size, length) for _ in range(rng.choice([1, 1, 2]))]
         if is_bag:
             module = (HotColdEmbeddingBag if own else nn.EmbeddingBag)(
@@ -390,7 +400,7 @@ class Case:
         else:
             module = (HotColdEmbedding if own else nn.Embedding)(size, dim, **options)
         has_weights = is_bag and mode == "sum" and rng.random() < 0.3
-        return OneTable(name, module, features, has_weights)
+        return OneTable(name, module, features, has_weights, length)
 
     def make_bags(self):
         return [self.make_one(f"bag{number}") for number in range(self.rng.randint(1, 4))]
@@ -420,15 +430,15 @@ class Case:
             self.row_optimizers = [result.row_optimizer] if kind is None else []
             self.oracles = [Oracle(tables, self.formula)]
             for side in sides:
-                side.oracle = self.oracles[0]
+                side.oracle, side.parameters = self.oracles[0], tables
                 side.table = next(n for n, each in enumerate(tables) if each is side.module.weight)
             self.tables = [tables]
             return
         self.row_optimizers = [side.module.row_optimizer for side in sides]
         self.tables = [list(side.module.parameters()) for side in sides]
         self.oracles = [Oracle(tables, self.formula, seed=0) for tables in self.tables]
-        for side, oracle in zip(sides, self.oracles, strict=True):
-            side.oracle, side.table = oracle, 0
+        for side, oracle, tables in zip(sides, self.oracles, self.tables, strict=True):
+            side.oracle, side.table, side.parameters = oracle, 0, tables
 
     def ids_of(self, batch):
         sides = self.model.sides
