@@ -7,7 +7,6 @@
     local_tables     the rows of one rank: lookups and checkpoints
     row_state        the row optimizer as TorchRec's checkpoints and schedules see it
     input_checks     checks a rank's own mini-batch, before its ids go to other ranks
-    placement        which rank has which table, where there is no plan
     planner          what a table costs under a budget, for TorchRec's planner
     train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch
 

@@ -40,7 +40,6 @@ from torchrec.optim import RowWiseAdagrad
 
 from recsys.batch import features_by_table
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
-from recsys.distributed.placement import TableCost, place_tables
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.table import output_names
 from recsys.embeddings.tiers.budget import row_bytes
@@ -60,7 +59,7 @@ from recsys.train.checkpoint.writer import remove_unneeded
 from recsys.train.ranks import any_of, gather_objects, num_ranks, rank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -74,7 +73,13 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
     from recsys.train.run_folder import RunFolder
 
-__all__ = ["DividedRows", "average_in_order", "build_rank_model", "require_supported"]
+__all__ = [
+    "DividedRows",
+    "average_in_order",
+    "build_rank_model",
+    "place_tables",
+    "require_supported",
+]
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -83,13 +88,16 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int) -> None:
+def require_supported(
+    config: TrainConfig, source: SampleSource, num_ranks: int, *, keeps_best: bool
+) -> None:
     """Check that several processes can train a configuration.
 
     Args:
         config: The configuration.
         source: The data.
         num_ranks: W, the number of processes.
+        keeps_best: Whether early stopping keeps the best weights.
 
     Raises:
         ConfigError: they cannot.
@@ -101,6 +109,7 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
         ("optimizer.name", config.optimizer.name, tuple(_OPTIMIZERS)),
         ("schedule", config.schedule.kind, ("", "sequential", "lookahead")),
         ("skip", config.skip.kind, ("none",)),
+        ("early_stopping.keep", "best" if keeps_best else "last", ("last",)),
     ]
     for key, value, allowed in rules:
         if value not in allowed:
@@ -225,7 +234,7 @@ def build_rank_model(
         BudgetTooSmall: the budget is below the floor of this process's tables.
     """
     tables = tables_of(source.table_sizes, features_by_table(source), config.model)
-    placement = place_tables(_costs(tables, config, source), num_ranks())
+    placement = _placement(tables, config, source)
     torch.manual_seed(config.seed)
     collection = EmbeddingBagCollection(
         [
@@ -311,22 +320,57 @@ def _require_no_running_statistics(network: nn.Module) -> None:
             )
 
 
-def _costs(
+def _placement(
     tables: Sequence[TableConfig], config: TrainConfig, source: SampleSource
-) -> dict[str, TableCost]:
-    """What each table costs; its lookups are counted in the first samples."""
+) -> dict[str, int | None]:
+    """Place tables on ranks; lookups are counted in the first samples."""
     train = source.splits["train"]
     first = range(train.start, min(train.stop, train.start + 1000))
     ids = source.read(np.array(first)).sparse_features
-    state_sizes = row_optimizer(config.optimizer).state_sizes
-    return {
-        table.name: TableCost(
-            table.num_embeddings,
-            row_bytes(table.embedding_dim, torch.float32, state_sizes(table.embedding_dim)),
-            table.embedding_dim * sum(len(ids[name].values()) for name in table.feature_names),
-        )
-        for table in tables
-    }
+    num_bytes, traffic = {}, {}
+    for table in tables:
+        dim = table.embedding_dim
+        of_row = row_bytes(dim, torch.float32, row_optimizer(config.optimizer).state_sizes(dim))
+        num_bytes[table.name] = table.num_embeddings * of_row
+        traffic[table.name] = dim * sum(len(ids[name].values()) for name in table.feature_names)
+    num_rows = {table.name: table.num_embeddings for table in tables}
+    return place_tables(num_rows, num_bytes, traffic, num_ranks())
+
+
+def place_tables(
+    num_rows: Mapping[str, int],
+    num_bytes: Mapping[str, int],
+    traffic: Mapping[str, float],
+    num_ranks: int,
+) -> dict[str, int | None]:
+    """Place tables on ranks; the same on every rank.
+
+    A table larger than a rank's share of all tables is divided by rows. Each other table goes to
+    one rank, the costly ones first, each to the rank with the least cost so far. The cost of a
+    table is its share of all bytes plus its share of all numbers that lookups return, so that no
+    rank has most of the memory or most of the traffic.
+
+    Args:
+        num_rows: E of each table, by name.
+        num_bytes: Bytes of its rows and their optimizer state.
+        traffic: Numbers that are looked up in it: lookups times D.
+        num_ranks: W, at least 1.
+
+    Returns:
+        By name: the rank that has the table, or None for a table divided by rows.
+    """
+    all_bytes, all_traffic = sum(num_bytes.values()), sum(traffic.values()) or 1
+    placed: dict[str, int | None] = {}
+    costs: dict[str, float] = {}
+    for name, size in num_bytes.items():
+        placed[name] = None
+        if num_ranks == 1 or size * num_ranks <= all_bytes or num_rows[name] < num_ranks:
+            costs[name] = size / all_bytes + traffic[name] / all_traffic
+    loads = [0.0] * num_ranks
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        placed[name] = loads.index(min(loads))
+        loads[loads.index(min(loads))] += costs[name]
+    return placed
 
 
 def _draw(bound: float, seed: int, number: int, weight: Tensor) -> None:

@@ -28,7 +28,7 @@ from recsys._support.machine import (
     tune_allocator,
 )
 from recsys.config import RANKING_METRICS, TrainConfig, describe_config, flat, replace
-from recsys.errors import ConfigError, TrainingDiverged
+from recsys.errors import TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.build import (
@@ -305,13 +305,13 @@ def _checked(
     if num_ranks() > 1:
         from recsys.train.rank_model import require_supported  # imports TorchRec
 
-        if callbacks.keeps_best is not None:
-            raise ConfigError(
-                f"early_stopping.keep must be 'last' on {num_ranks()} processes, got 'best'; "
-                "change it, or train on one process"
-            )
         # A checkpoint has the rows, so a run that continues does not read `init_from`.
-        require_supported(config if is_new else replace(config, init_from=""), source, num_ranks())
+        require_supported(
+            config if is_new else replace(config, init_from=""),
+            source,
+            num_ranks(),
+            keeps_best=callbacks.keeps_best is not None,
+        )
     first_model = open_first_model(config, source) if is_new else None
     if config.early_stopping.patience:
         require_metric(config, source)

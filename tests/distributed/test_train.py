@@ -315,7 +315,7 @@ def test_what_one_process_alone_can_do_is_refused_by_name(setting, name):
     config = load_config(None, [*SETTINGS, setting], data="synthetic:criteo-kaggle")
 
     with pytest.raises(ConfigError, match=name):
-        require_supported(config, open_source(config), 2)
+        require_supported(config, open_source(config), 2, keeps_best=False)
 
 
 def test_batch_normalization_is_refused():
