@@ -56,8 +56,7 @@ class HotColdEmbedding(OneTable, nn.Embedding):
         row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
-        AssertionError, BudgetTooSmall, ColdTierError, ConfigError, ProfileError, TypeError,
-            ValueError: as for `HotColdEmbeddingBag`.
+        RecsysError, AssertionError, TypeError or ValueError: As for `HotColdEmbeddingBag`.
     """
 
     mode = "sum"  # the pooling of bags of one id
