@@ -14,22 +14,26 @@ from __future__ import annotations
 import textwrap
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from recsys._support.memory import lasting_tensors
 from recsys._support.sizes import format_bytes
-from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.conversion.choice import choose_tables, plan_of_model
-from recsys.conversion.exchange import (
+from recsys._support.torch_compat import MODULE_HOOKS, DisableTorchFunctionSubclass
+from recsys.conversion.choice import (
     KEPT,
-    counterpart,
-    exchange,
+    choose_tables,
     find_replaceable,
-    give_back,
     names_of,
+    plan_of_model,
     require_module,
+    tables_of,
 )
 from recsys.embeddings.attach import Attachment
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
+from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.tables_module import TableSettings
 from recsys.embeddings.tiers.budget import SpaceSize, give_slots
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
@@ -50,6 +54,13 @@ if TYPE_CHECKING:
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 __all__ = ["Accelerated", "accelerate", "restore"]
+
+_COUNTERPARTS = {
+    "EmbeddingBag": HotColdEmbeddingBag,
+    "Embedding": HotColdEmbedding,
+    "EmbeddingBagCollection": HotColdEmbeddingBagCollection,
+    "EmbeddingCollection": HotColdEmbeddingCollection,
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -214,7 +225,7 @@ def accelerate(
         cold_path=cold_path,
     ).require(None if budgeted is None else updated[0].weight.device)
     with lasting_tensors():  # which training changes, also if this is called in inference mode
-        counterparts = {module: counterpart(module) for module in chosen.found}
+        counterparts = {module: _counterpart(module) for module in chosen.found}
         made: list[Attachment] = []
         rows = {table.weight: table.weight.data for table in updated if budgeted is not None}
         try:
@@ -225,8 +236,8 @@ def accelerate(
                 if updater.marks is not None and made[-1].row_optimizer is not None:
                     updater.marks.give_state(made[-1].row_optimizer)
             for old, new in counterparts.items():
-                new.__dict__[KEPT] = _Original(old)
-            exchange(model, counterparts)
+                new.__dict__[KEPT] = old  # not as an attribute: it is no submodule
+            _exchange(model, counterparts)
             if budgeted is not None:
                 _begin_tiers(made[0], formulas[0], *budgeted, cold_path)
         except BaseException:
@@ -234,7 +245,7 @@ def accelerate(
                 weight.data = before
             for attachment in made:
                 attachment.release()
-            exchange(model, {new: old for old, new in counterparts.items()})
+            _exchange(model, {new: old for old, new in counterparts.items()})
             raise
     for updater in updaters:
         if updater.marks is not None:
@@ -281,7 +292,7 @@ def restore(model: nn.Module) -> Accelerated:
     if not names:
         find_replaceable(model)  # raises if there is nothing that accelerate may have left
         return Accelerated({}, {}, (_LEFT_TO_CALLER,), ())
-    kept = {cast("TableModule", module): module.__dict__[KEPT].module for module in names}
+    kept = {cast("TableModule", module): module.__dict__[KEPT] for module in names}
     made = dict.fromkeys(module.attachment for module in kept if module.attachment is not None)
     for attachment in made:
         found = sum(module.attachment is attachment for module in kept)
@@ -300,17 +311,10 @@ def restore(model: nn.Module) -> Accelerated:
     for module, original in kept.items():
         module.detach()
         originals[module] = original
-        give_back(module, original)
+        _give_back(module, original)
         del module.__dict__[KEPT]
-    exchange(model, originals)
+    _exchange(model, originals)
     return Accelerated(_describe(names, originals), {}, (_LEFT_TO_CALLER,), ())
-
-
-@dataclass(frozen=True, eq=False)
-class _Original:
-    """The module that a recsys module replaced; wrapped, so that it is not a submodule."""
-
-    module: nn.Module
 
 
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
@@ -397,3 +401,54 @@ def _describe_speed(made: Sequence[Attachment]) -> str:
         f"{hot} of fast memory for {total}; the other rows are {place}, so expect longer steps: "
         "recsys.pipeline.TrainPipeline fetches rows before their step"
     )
+
+
+def _counterpart(module: nn.Module) -> TableModule:
+    """A recsys module that computes the same on the same Parameters; it has no optimizer yet."""
+    kind: Any = _COUNTERPARTS[type(module).__name__]
+    ours: TableModule = kind._on(module)
+    ours.training = module.training
+    for new, old in _pairs(ours, module):
+        new.__dict__.update({name: old.__dict__[name] for name in MODULE_HOOKS})
+        for name, value in _attributes(old).items():
+            if hasattr(type(old), name) or not hasattr(type(new), name):  # a name of our class
+                new.__dict__.setdefault(name, value)
+    return ours
+
+
+def _give_back(ours: TableModule, module: nn.Module) -> None:
+    """Give the module that `ours` replaced its Parameters, and what was set on `ours` meanwhile."""
+    for new, old in _pairs(ours, module):
+        for name, value in _attributes(new).items():
+            if name != KEPT and not hasattr(type(new), name):
+                old.__dict__[name] = value
+
+
+def _pairs(ours: TableModule, module: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """A module with the one that it replaces, and so the modules with the tables of both."""
+    holders = zip(ours.tables(), tables_of(module, ""), strict=True)
+    return [(ours, module), *((new.holder, old.holder) for new, old in holders)]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a user may have set; the private attributes of a collection are its own."""
+    is_table = isinstance(module, nn.EmbeddingBag | nn.Embedding)
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if is_table or name[:1] != "_" or name in MODULE_HOOKS
+    }
+
+
+def _exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace each key by its value in the model, except inside other keys."""
+    inside = {part for each in counterparts for part in each.modules()}
+    for parent in list(model.modules()):
+        for name, child in () if parent in inside else _children(parent):
+            if child in counterparts:
+                parent._modules[name] = counterparts[child]
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children under every name; `named_children` lists a module that is used twice only once."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)

@@ -17,6 +17,7 @@ are those of a plain step to one of recsys.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -24,34 +25,43 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recsys._support.sizes import parse_bytes
 from recsys._support.torch_compat import has_gradient_hooks
-from recsys.conversion.exchange import (
-    find_of_other_classes,
-    find_replaceable,
-    named_tables_in,
-)
 from recsys.embeddings.attach import numbers_of
 from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
 from recsys.embeddings.rows.grads import require_no_optimizer
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tables_module import require_supported
+from recsys.embeddings.tables_module import OneTable, Table, TableModule, require_supported
 from recsys.embeddings.update.apply_in_backward import read_marks
 from recsys.embeddings.update.translate import translate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.tables_module import Table
     from recsys.embeddings.update.apply_in_backward import InBackward
     from recsys.embeddings.update.translation import Translation
 
-__all__ = ["ChosenTables", "Updater", "choose_tables", "plan_of_model"]
+__all__ = [
+    "KEPT",
+    "ChosenTables",
+    "Updater",
+    "choose_tables",
+    "find_recsys",
+    "find_replaceable",
+    "named_tables_in",
+    "names_of",
+    "plan_of_model",
+    "require_module",
+    "tables_of",
+]
+
+KEPT = "_accelerated_from"  # entry of a recsys module: the module that it replaced
 
 # From so many tables with sparse gradients, or numbers in those with dense ones, steps are shorter.
 _WITHOUT_STATE = 24, 1 << 19
@@ -141,8 +151,7 @@ def choose_tables(
             require_no_optimizer(table.name, table.weight)
         try:
             _require_fit(module, found[module][0], own, may_be_meta=may_be_meta)
-            for table in own:
-                _require_translatable(table, given, lazy_adam=lazy_adam)
+            _updaters_of(given, own, lazy_adam=lazy_adam)  # raises if one cannot be translated
         except ValueError as raised:
             unfit[module], error = str(raised), error or raised
     if error is not None and len(unfit) == len(found):
@@ -152,7 +161,14 @@ def choose_tables(
         unfit[module] = f"{kind}, which may compute other values than torch's"
     tables = {module: own for module, own in tables.items() if module not in unfit}
     updaters = _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
-    not_updated = _find_not_updated(tables, updaters) if given else {}
+    updated = set(chain.from_iterable(updater.numbers for updater in updaters))
+    not_updated = {
+        module: "no given optimizer has its tables in a param group"
+        for module, own in tables.items()
+        if given
+        and updated.isdisjoint(table.weight for table in own)
+        and any(table.weight.requires_grad for table in own)
+    }
     tables = {module: own for module, own in tables.items() if module not in not_updated}
     if not always and (given or not updaters):
         not_updated |= _find_slower(tables, updaters)
@@ -245,24 +261,6 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
 
 def _all_of(tables: Mapping[nn.Module, Sequence[Table]]) -> list[Table]:
     return list(chain.from_iterable(tables.values()))
-
-
-def _find_not_updated(
-    tables: Mapping[nn.Module, Sequence[Table]], updaters: Sequence[Updater]
-) -> dict[nn.Module, str]:
-    """Find the modules whose weights require a gradient but are in no given optimizer.
-
-    Args:
-        tables: The tables of the modules that can be replaced.
-        updaters: Those of the given optimizers.
-    """
-    updated = set(chain.from_iterable(updater.numbers for updater in updaters))
-    return {
-        module: "no given optimizer has its tables in a param group"
-        for module, own in tables.items()
-        if updated.isdisjoint(table.weight for table in own)
-        and any(table.weight.requires_grad for table in own)
-    }
 
 
 def _find_slower(
@@ -373,24 +371,6 @@ def _require_fit(
                 raise ValueError(f"table {table.name!r}: {rule}")
 
 
-def _require_translatable(
-    table: Table, optimizers: Sequence[torch.optim.Optimizer], *, lazy_adam: bool
-) -> None:
-    """Check that the torch optimizers that have a table can be translated.
-
-    Raises:
-        ValueError: one cannot be translated.
-    """
-    for updater in _updaters_of(optimizers, [table], lazy_adam=lazy_adam):
-        translation = updater.translation
-        if translation is not None and translation.is_for_sparse and not table.is_sparse:
-            kind = type(updater.optimizer).__name__
-            raise ValueError(
-                f"table {table.name!r}: sparse must be True with {kind}, which updates elements, "
-                "not rows, of a table with a dense gradient; build it with sparse=True"
-            )
-
-
 def _choose_updaters(
     in_modules: Sequence[Table],
     optimizers: tuple[torch.optim.Optimizer, ...] | RowOptimizer | None,
@@ -415,7 +395,16 @@ def _choose_updaters(
         marks = read_marks([(table.name, table.weight) for table in marked], given)
     if isinstance(optimizers, tuple):
         updaters = _updaters_of(optimizers, tables, lazy_adam=lazy_adam)
-        _require_owners(tables, updaters, optimizers)
+        for table in tables:  # one optimizer has each, unless others have one
+            num_owners = sum(table.weight in updater.numbers for updater in updaters)
+            # Frozen tables need no optimizer.
+            if num_owners > 1 or (not updaters and table.weight.requires_grad):
+                kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+                raise ValueError(
+                    f"table {table.name!r}: one optimizer must have it in a param group, and "
+                    f"{num_owners} of the given ones ({kinds}) have it; give the one that has the "
+                    "model's tables, and remove them from others"
+                )
     else:
         formula = optimizers if marks is None else marks.formula
         if formula is None:
@@ -455,25 +444,132 @@ def _updaters_of(
             own = {table.weight: numbers[table.weight] for table in updated}
             named = [(table.name, own[table.weight]) for table in updated]
             translation = translate(optimizer, named, lazy_adam=lazy_adam)
+            dense = [table.name for table in updated if not table.is_sparse]
+            if translation.is_for_sparse and dense:
+                raise ValueError(
+                    f"table {dense[0]!r}: sparse must be True with {type(optimizer).__name__}, "
+                    "which updates elements, not rows, of a table with a dense gradient; build it "
+                    "with sparse=True"
+                )
             formula = translation.formula(optimizer.param_groups[named[0][1]])
             rule = translation.rule
             updaters.append(Updater(updated, own, formula, optimizer, translation, rule=rule))
     return updaters
 
 
-def _require_owners(
-    tables: Sequence[Table],
-    updaters: Sequence[Updater],
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> None:
-    """Check that each table has one optimizer, unless others have one."""
-    for table in tables:
-        num_owners = sum(table.weight in updater.numbers for updater in updaters)
-        # Frozen tables need no optimizer.
-        if num_owners > 1 or (not updaters and table.weight.requires_grad):
-            kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-            raise ValueError(
-                f"table {table.name!r}: one optimizer must have it in a param group, and "
-                f"{num_owners} of the given ones ({kinds}) have it; give the one that has the "
-                "model's tables, and remove them from others"
+def require_module(model: object) -> None:
+    """Raise TypeError unless `model` is an `nn.Module`."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+
+
+def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Find the modules that can be replaced, with their names in the model.
+
+    Raises:
+        ValueError: there is none, or the model cannot be changed.
+    """
+    for name, module in model.named_modules():
+        place = f"module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(  # noqa: TRY004  # its type is right, its place is wrong
+                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients: "
+                "rows that recsys updates leave none; accelerate in one process, or before it is "
+                "wrapped and without optimizer=, so that the tables' gradients are gathered"
             )
+        if KEPT in module.__dict__:
+            raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")
+    if _is_replaceable(model):
+        raise ValueError(
+            f"the model is itself an {type(model).__name__}, which cannot be replaced in place; "
+            "use from_torch or from_torchrec of the class of recsys.embeddings that has the name "
+            f"HotCold{type(model).__name__}"
+        )
+    found = names_of(model, _is_replaceable)
+    if not found:
+        reason = "".join(
+            f"; {names[0]} is a {type(module).__name__}, a subclass unknown to recsys"
+            for module, names in find_of_other_classes(model).items()
+        )
+        raise ValueError(
+            "the model must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec "
+            f"inside, and has none{reason}"
+        )
+    return found
+
+
+def find_recsys(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Find the user's modules of `recsys.embeddings`, with names; a model may be one itself."""
+    if isinstance(model, TableModule):
+        return {model: ["model"]}
+    return names_of(
+        model, lambda module: isinstance(module, TableModule) and KEPT not in module.__dict__
+    )
+
+
+def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Find the modules with a table whose class recsys does not know."""
+    return names_of(
+        model,
+        lambda module: (
+            isinstance(module, nn.EmbeddingBag | nn.Embedding)
+            and not isinstance(module, OneTable)
+            and not _is_replaceable(module)
+        ),
+    )
+
+
+def names_of(
+    model: nn.Module, is_wanted: Callable[[nn.Module], bool]
+) -> dict[nn.Module, list[str]]:
+    """Find wanted modules, with all their names; not those inside a wanted or a recsys module."""
+    found: dict[nn.Module, list[str]] = {}
+    outer = "."
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and not f"{name}.".startswith(outer):
+            if is_wanted(module):
+                found.setdefault(module, []).append(name)
+            if is_wanted(module) or isinstance(module, TableModule):
+                outer = f"{name}."
+    return found
+
+
+def named_tables_in(
+    found: Mapping[nn.Module, list[str]],
+) -> dict[nn.Module, list[Table]]:
+    """The tables of each module; a table that modules share is in the list of each."""
+    tables = {module: list(tables_of(module, names[0])) for module, names in found.items()}
+    # The sum of a sparse and a dense gradient is dense.
+    dense = {each.weight for own in tables.values() for each in own if not each.is_sparse}
+    return {
+        module: [each._replace(is_sparse=each.weight not in dense) for each in own]
+        for module, own in tables.items()
+    }
+
+
+def tables_of(module: nn.Module, name: str) -> Iterator[Table]:
+    """The tables of a module; `name` is its name in the model."""
+    if isinstance(module, nn.EmbeddingBag | nn.Embedding):
+        yield Table(name, f"{name}.weight", "", module, module.sparse, "", name, (name,))
+        return
+    is_pooled = hasattr(module, "embedding_bags")
+    attribute = "embedding_bags" if is_pooled else "embeddings"
+    found: Any = module
+    known = found.embedding_bag_configs() if is_pooled else found.embedding_configs()
+    configs = {config.name: config for config in known}
+    for table, bag in getattr(found, attribute).items():
+        place = f"{name}.{attribute}.{table}"
+        features = tuple(configs[table].feature_names)
+        key, prefix = f"{place}.weight", f"{table}."
+        yield Table(place, key, prefix, bag, bag.sparse, name, table, features)
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    if type(module) in (nn.EmbeddingBag, nn.Embedding):
+        return True
+    # Importing TorchRec takes seconds. A module of its class exists only if it is imported.
+    library = sys.modules.get("torchrec.modules.embedding_modules")
+    return library is not None and type(module) in (
+        library.EmbeddingBagCollection,
+        library.EmbeddingCollection,
+    )

@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from recsys._support.sizes import counted, format_bytes, round_up_as_written
-from recsys.conversion.choice import choose_tables, plan_of_model
-from recsys.conversion.exchange import find_recsys, named_tables_in, require_module
+from recsys.conversion.choice import (
+    choose_tables,
+    find_recsys,
+    named_tables_in,
+    plan_of_model,
+    require_module,
+)
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.tables_module import TableSettings
@@ -31,12 +36,10 @@ if TYPE_CHECKING:
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.tables_module import Table, TableModule
 
-__all__ = ["Estimate", "estimate", "format_line"]
+__all__ = ["Estimate", "estimate"]
 
-
-def format_line(name: str, num_bytes: int, note: str) -> str:
-    """A line of an estimate: what takes the bytes, their number, and a note."""
-    return f"{name:<24}{format_bytes(num_bytes):>9}  {note}".rstrip()
+# Tables of one dim, dtype and optimizer, and the update rule of their rows; None if it is unknown.
+_Group = tuple["Sequence[nn.Parameter]", "RowOptimizer | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +96,17 @@ class Estimate:
             budget = format_bytes(self.budget_bytes)
             fast = f"{self.num_slots:,} slots and the row map, of a budget of {budget}"
         tables = f"{counted(self.num_tables, 'table')} of {self.num_rows:,} rows"
-        floor = round_up_as_written(self.floor_bytes)
-        return "\n".join(
-            [
-                f"{tables} take {everything} {state} optimizer state",
-                format_line(f"fast memory ({self.device})", self.fast_bytes, fast),
-                format_line("least budget", floor, "the row map and a slot"),
-                format_line("host memory", self.host_bytes, ""),
-                format_line("disk", self.disk_bytes, ""),
-                format_line("dense parameters", self.dense_bytes, ""),
-            ]
+        lines = (
+            (f"fast memory ({self.device})", self.fast_bytes, fast),
+            ("least budget", round_up_as_written(self.floor_bytes), "the row map and a slot"),
+            ("host memory", self.host_bytes, ""),
+            ("disk", self.disk_bytes, ""),
+            ("dense parameters", self.dense_bytes, ""),
         )
+        shown = [
+            f"{name:<24}{format_bytes(size):>9}  {note}".rstrip() for name, size, note in lines
+        ]
+        return "\n".join([f"{tables} take {everything} {state} optimizer state", *shown])
 
 
 def estimate(
@@ -151,7 +154,7 @@ def estimate(
     require_module(model)
     require_plan(plan)
     tables, updated, groups = _groups_in(model, optimizer, lazy_adam=lazy_adam)
-    formulas = list({group.owner: group.formula for group in groups}.values())
+    formulas = list({id(rule): rule for _, rule in groups}.values())
     budgeted = plan_of_model(updated, formulas, budget, plan)
     folder = "." if cold_tier == "file" and cold_path is None else cold_path
     of_budget = None if budgeted is None else budgeted[0]
@@ -159,13 +162,13 @@ def estimate(
 
     sizes = [
         SpaceSize.of(tables, {} if rule is None else rule.state_sizes(tables[0].shape[1]))
-        for tables, rule, _ in groups
+        for tables, rule in groups
     ]
     everything = sum(size.resident_bytes for size in sizes)
     slots = [0] * len(groups)
     if budgeted is not None and (cold_tier == "file" or everything > budgeted[0]):
         pinned = {table: len(rows) for table, (rows, _) in budgeted[1].items()}
-        planned = [sum(pinned.get(table, 0) for table in group.tables) for group in groups]
+        planned = [sum(pinned.get(table, 0) for table in tables) for tables, _ in groups]
         slots = divide_budget(budgeted[0], sizes, planned)
     costs = [size.slot_bytes for size in sizes]
     maps = map_bytes(sum(size.num_rows for size in sizes))
@@ -175,7 +178,7 @@ def estimate(
     is_tiered = any(slots)
     fast = maps + sum(map(mul, slots, costs)) if is_tiered else everything
     cold = everything if is_tiered else 0
-    own = {id(table) for group in groups for table in group.tables}
+    own = {id(table) for tables, _ in groups for table in tables}
     dense = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
     place = tables[0].weight.device if device is None else torch.device(device)
     on_cpu = place.type in ("cpu", "meta")
@@ -198,20 +201,6 @@ def estimate(
     return found
 
 
-class _Group(NamedTuple):
-    """Tables of one dim, dtype and optimizer.
-
-    Attributes:
-        tables: The tables.
-        formula: The update rule of their rows; None if it is not known.
-        owner: Tells optimizers apart.
-    """
-
-    tables: Sequence[nn.Parameter]
-    formula: RowOptimizer | None
-    owner: int
-
-
 def _groups_in(
     model: nn.Module, optimizer: Any, *, lazy_adam: bool
 ) -> tuple[list[Table], list[Table], list[_Group]]:
@@ -223,11 +212,10 @@ def _groups_in(
     ours = find_recsys(model)
     if not ours:
         chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=True, may_be_meta=True)
-        updaters = chosen.updaters
         groups = [
             group
-            for number, updater in enumerate(updaters)
-            for group in _groups_of(updater.numbers, updater.formula, number)
+            for updater in chosen.updaters
+            for group in _groups_of(updater.numbers, updater.formula)
         ]
         everything = dict.fromkeys((table.weight for table in chosen.tables), 0)
         return chosen.tables, chosen.updated, groups or _groups_of(everything)
@@ -237,20 +225,20 @@ def _groups_in(
             "leave it out"
         )
     groups, tables = [], named_tables_in(ours)
-    for number, (module, own) in enumerate(tables.items()):
+    for module, own in tables.items():
         row_optimizer = cast("TableModule", module).row_optimizer
         formula = None if row_optimizer is None else row_optimizer.formula
-        groups += _groups_of(dict.fromkeys((table.weight for table in own), 0), formula, number)
+        groups += _groups_of(dict.fromkeys((table.weight for table in own), 0), formula)
     found = list(chain.from_iterable(tables.values()))
     return found, found, groups
 
 
 def _groups_of(
-    numbers: Mapping[nn.Parameter, int], formula: RowOptimizer | None = None, owner: int = 0
+    numbers: Mapping[nn.Parameter, int], formula: RowOptimizer | None = None
 ) -> list[_Group]:
     """The groups that `group_tables` makes of tables in param groups of these numbers."""
     found: dict[Any, list[nn.Parameter]] = {}
     for weight, number in numbers.items():
         kind = number, weight.shape[1], weight.dtype, weight.device
         found.setdefault(kind, []).append(weight)
-    return [_Group(own, formula, owner) for own in found.values()]
+    return [(own, formula) for own in found.values()]

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from recsys._support.sizes import counted
 from recsys.conversion.accelerate import accelerate, restore
-from recsys.conversion.exchange import require_module
+from recsys.conversion.choice import require_module
 from recsys.embeddings.optimizer import shown_optimizer
 
 if TYPE_CHECKING:
