@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads
-from recsys._support.user_warnings import plain_warnings
+from recsys._support.user_code import plain_warnings
 from recsys.config import (
     AblationKeys,
     TrainConfig,

@@ -59,7 +59,7 @@ from pydantic import (
 
 from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import parse_toml
-from recsys._support.user_classes import names_class
+from recsys._support.user_code import names_class
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline.skip.policies import (

@@ -36,8 +36,6 @@ __all__ = [
 
 # A file grew over what the disk, a quota, or the process's limit allows.
 TOO_MUCH = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What file systems of networks answer that have no locks of whole files.
-_CANNOT_LOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 @contextmanager
@@ -90,9 +88,6 @@ def _claim(partial: Path, file: Path) -> int:
     Raises:
         BlockingIOError: another process, or another `with` block, holds the lock.
     """
-    with suppress(FileNotFoundError):
-        if partial.is_symlink() or partial.stat().st_nlink > 1:
-            partial.unlink()  # in a stranger's folder it may lead to another file
     try:
         descriptor = _locked_at(partial)
     except BlockingIOError as error:
@@ -131,9 +126,10 @@ def _lock(descriptor: int, *, is_shared: bool = False) -> None:
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _CANNOT_LOCK:
-            raise
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # file systems of networks may have no locks of whole files
 
 
 def require_files(kind: str, files: Iterable[Path]) -> None:
@@ -191,8 +187,6 @@ def as_argument(path: Path | str) -> str:
 
 def describe_taken(path: Path) -> str:
     """That a place is taken, and by what: the user may need the file."""
-    if not path.exists():
-        return f"{path} is a link to {path.readlink()}, which does not exist"
     return f"{path} is a file" if path.is_file() else f"{path} exists already"
 
 

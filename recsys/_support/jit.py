@@ -54,28 +54,16 @@ def kernel(function: _F) -> _F:
 
 
 def kernel_part(function: _F) -> _F:
-    """Like `kernel`, for a function that only kernels call. Called from Python, it raises.
+    """Like `kernel`, for a function that only kernels call. Python must not call it.
 
     It takes less time to compile: the code that takes Python's objects apart is left out.
     """
-    return _part(function, is_inlined=False)
+    return _compile(function, is_parallel=False, is_part=True)
 
 
 def inlined_part(function: _F) -> _F:
     """Like `kernel_part`, and always inlined: each array costs a call several arguments."""
-    return _part(function, is_inlined=True)
-
-
-def _part(function: _F, *, is_inlined: bool) -> _F:
-    compiled = _compile(function, is_parallel=False, is_part=True, is_inlined=is_inlined)
-    if isinstance(compiled, CPUDispatcher):  # it is not compiled if NUMBA_DISABLE_JIT is set
-        compiled.__class__ = _Part  # numba itself would end the process
-    return compiled
-
-
-class _Part(CPUDispatcher):  # type: ignore[misc]
-    def __call__(self, *_: Any, **__: Any) -> None:
-        raise TypeError(f"{self.__qualname__} is part of kernels and cannot be called from Python")
+    return _compile(function, is_parallel=False, is_part=True, is_inlined=True)
 
 
 class ParallelKernel(Generic[_P, _R]):

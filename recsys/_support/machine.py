@@ -12,14 +12,11 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from recsys._version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "Threads",
@@ -30,11 +27,12 @@ __all__ = [
     "memory_bytes",
     "num_cores",
     "peak_memory_bytes",
-    "quotas_of_groups",
     "return_freed_memory",
     "set_num_threads",
     "tune_allocator",
 ]
+
+_GROUPS, _ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class Threads(NamedTuple):
@@ -167,8 +165,18 @@ def describe_environment() -> dict[str, Any]:
 @cache
 def _checkout() -> tuple[str | None, bool | None]:
     """The commit and whether the package differs from it; None for an installed package."""
-    commit = _git("rev-parse", "HEAD")
-    return commit, None if commit is None else bool(_git("status", "--porcelain", "--", "recsys"))
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None, None
+    git = partial(
+        subprocess.run, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
+        changes = git(["git", "status", "--porcelain", "--", "recsys"], check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    return commit, bool(changes)
 
 
 def num_cores() -> int:
@@ -177,7 +185,7 @@ def num_cores() -> int:
     They are those of the machine, or of the process's affinity or the container's quota if they are
     fewer.
     """
-    quotas = quotas_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    quotas = [int(quota) / int(period) for quota, period in limits_of_groups("cpu.max")]
     return max(1, int(min([len(os.sched_getaffinity(0)), *quotas])))
 
 
@@ -187,52 +195,29 @@ def memory_bytes() -> int:
     They are those of the machine, or of the container if it has a lower limit.
     """
     of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = limits_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min([of_machine, *limits])
+    return min([of_machine, *(int(words[0]) for words in limits_of_groups("memory.max"))])
 
 
-def limits_of_groups(groups: Path, root: Path) -> list[int]:
-    """The limits of memory of the control groups (Linux) of a process, and of those above them.
+def limits_of_groups(file: str, groups: Path = _GROUPS, root: Path = _ROOT) -> list[list[str]]:
+    """The limits of the control groups (Linux, version 2) of a process, and of those above them.
 
     Args:
-        groups: Lists the groups, by lines such as `0::/a/b`, or of version 1, `4:memory:/a/b`.
+        file: The limit, such as `memory.max`.
+        groups: Lists the groups, by lines such as `0::/a/b`.
         root: Where the groups are mounted. Those of a container may begin at its own group.
+
+    Returns:
+        The words of each limit; a group without one, whose first word is "max", is left out.
     """
     found = []
-    for folder, version in _groups(groups, root, "memory"):
-        with suppress(OSError, ValueError):  # no such group here; no limit: "max"
-            file = "memory.max" if version == 2 else "memory.limit_in_bytes"
-            found.append(int((folder / file).read_text()))
-    return found
-
-
-def quotas_of_groups(groups: Path, root: Path) -> list[float]:
-    """The quotas of processor time, in cores, of the groups that `limits_of_groups` reads."""
-    found = []
-    for folder, version in _groups(groups, root, "cpu"):
-        with suppress(OSError, ValueError):  # no such group here; no quota: "max", or below 0
-            if version == 2:
-                quota, period = map(int, (folder / "cpu.max").read_text().split())
-            else:
-                quota = int((folder / "cpu.cfs_quota_us").read_text())
-                period = int((folder / "cpu.cfs_period_us").read_text())
-            if quota > 0:
-                found.append(quota / period)
-    return found
-
-
-def _groups(groups: Path, root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Folders of a process's groups that may limit what a controller divides, and the version."""
     lines = groups.read_text().splitlines() if groups.is_file() else []
-    for controllers, path in (line.split(":", 2)[1:] for line in lines if line):
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / controller if controllers else root
-        own = top / path.lstrip("/")
-        for folder in (own, *own.parents):
-            yield folder, 1 if controllers else 2
-            if folder == top:
+    for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
+        for folder in (root / path, *(root / path).parents):
+            with suppress(OSError):  # no such group here
+                found.append((folder / file).read_text().split())
+            if folder == root:
                 break
+    return [words for words in found if words[0] != "max"]
 
 
 def cpu_info(key: str) -> str | None:
@@ -248,16 +233,3 @@ def _entry(file: Path, key: str) -> str | None:
             if name.strip() == key:
                 return value.strip()
     return None
-
-
-def _git(*arguments: str) -> str | None:
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

@@ -92,8 +92,6 @@ def lasting_tensors() -> Iterator[None]:
 def _page_bytes() -> int:
     """The size of a huge page; 0 if the system has none, or they are disabled."""
     try:
-        if "[never]" in (_SETTINGS / "enabled").read_text():
-            return 0
         return int((_SETTINGS / "hpage_pmd_size").read_text())
     except OSError:
         return 0

@@ -1,4 +1,4 @@
-"""Memory sizes such as 256MiB or 1.5 GiB, read and written, and numbers of things."""
+"""Memory sizes such as 256MiB or 1.5 GiB, read and written, numbers of things, and of blocks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from typing import Final, SupportsIndex
 
 from recsys.errors import ConfigError
 
-__all__ = ["counted", "format_bytes", "parse_bytes", "round_up_as_written"]
+__all__ = [
+    "cdiv",
+    "counted",
+    "format_bytes",
+    "next_power_of_2",
+    "parse_bytes",
+    "round_up_as_written",
+]
 
 _UNITS: Final = ("", "Ki", "Mi", "Gi", "Ti")
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECASE | re.ASCII)
+# A number with a unit, or a whole number of bytes.
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(K|M|G|T)(i?)B?|(\d+) ?B?", re.IGNORECASE | re.ASCII)
 _MOST: Final = 2**63 - 1
 
 
@@ -24,32 +32,22 @@ def parse_bytes(size: str | SupportsIndex, name: str = "size") -> int:
         name: Name of the setting, for messages.
 
     Raises:
-        ConfigError: the size is negative or above 2**63 - 1, is a fraction without a unit, or is
-            neither a number of bytes nor text.
+        ConfigError: the size is negative, above 2**63 - 1, or no number of bytes; a fraction needs
+            a unit.
     """
     if not isinstance(size, bool) and isinstance(size, Integral):  # also one of numpy
-        size = int(size)
-        if size < 0:
-            raise ConfigError(f"{name} must be at least 0 bytes, got {size}")
-        if size > _MOST:
-            raise ConfigError(f"{name} must be at most {_MOST} bytes, got more; is it in bytes?")
-        return size
+        size = str(int(size))
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if not found:
-        raise ConfigError(f"{name} must be a number of bytes such as 256MiB or 2GiB, got {size!r}")
-    number, prefix, binary = found.groups()
-    if prefix is None and "." in number:
         raise ConfigError(
-            f"{name} must be a number of bytes such as 256MiB or 2GiB, got {size!r}, which is a "
-            "fraction without a unit; add one, as in 0.5GiB"
+            f"{name} must be a number of bytes such as 256MiB or 0.5GiB, got {size!r}"
         )
+    number, prefix, binary, whole = found.groups()
     power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
     # Not a float, which would make 1000 of 1.001KB, and change numbers above 2**53.
-    num_bytes = Decimal(number) * (1024 if binary else 1000) ** power
+    num_bytes = Decimal(number or whole) * (1024 if binary else 1000) ** power
     if num_bytes > _MOST:
-        raise ConfigError(
-            f"{name} must be at most {_MOST} bytes, got {number[:40]!r} {prefix or ''}"
-        )
+        raise ConfigError(f"{name} must be at most {_MOST} bytes, got {found[0][:40]!r}")
     return int(num_bytes)
 
 
@@ -74,3 +72,13 @@ def round_up_as_written(num_bytes: int) -> int:
 def counted(number: int, thing: str) -> str:
     """A number of things: "1 table", "2 tables", "1,000 tables" for the thing "table"."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """As `triton.cdiv`, which takes 20 times as long because kernels may call it, too."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """As `triton.next_power_of_2`, which takes as long as `triton.cdiv`."""
+    return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Reads text from files that may be damaged, or come from a stranger; checks of values.
+"""Reads text from files that may be damaged, or come from a stranger; checks of values and states.
 
 Every fault of the text is a `ValueError`, so callers have one class to catch. They add the file,
 the rule and the way out. Parsed values and saved states have Python's own numbers. Arguments may
@@ -8,23 +8,27 @@ have those of numpy, too. True and false are no numbers.
 from __future__ import annotations
 
 import json
+import reprlib
 import tomllib
+from collections.abc import Mapping
 from contextlib import suppress
-from math import isfinite
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from recsys.errors import ConfigError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 __all__ = [
-    "is_finite_number",
     "is_int",
     "is_number",
     "is_text",
     "is_whole",
     "parse_json",
     "parse_toml",
+    "require_same",
+    "require_state",
 ]
 
 _INT_END = 2**63
@@ -65,12 +69,8 @@ def is_whole(value: Any, least: int) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether an argument is a finite number."""
-    return not isinstance(value, bool) and isinstance(value, Real) and isfinite(value)
-
-
-def is_finite_number(value: Any) -> bool:
-    """Whether a parsed value is an integer of 64 bits, or a finite float."""
-    return is_int(value) or (type(value) is float and abs(value) < float("inf"))
+    # 0 * inf and 0 * nan are nan. `isfinite` fails for integers above all floats.
+    return type(value) is not bool and isinstance(value, Real) and 0 * value == 0
 
 
 def is_text(value: Any) -> TypeGuard[str]:
@@ -79,6 +79,40 @@ def is_text(value: Any) -> TypeGuard[str]:
     JSON may hold half of a surrogate pair, which no file name and no page can hold.
     """
     return isinstance(value, str) and value.isprintable()
+
+
+def require_state(location: str, state: Any, keys: Collection[str]) -> Mapping[str, Any]:
+    """A state, which must have these keys and no others.
+
+    Args:
+        location: The owner of the state, for errors, such as "loader state".
+        state: What the owner's `state_dict` returned once.
+        keys: The keys.
+
+    Raises:
+        ConfigError: it is no mapping with these keys.
+    """
+    if not isinstance(state, Mapping) or set(state) != set(keys):
+        raise ConfigError(
+            f"{location} must be a mapping with the keys {sorted(keys)}, got "
+            f"{reprlib.repr(state)}; pass the result of state_dict()"
+        )
+    return state
+
+
+def require_same(owner: str, state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Check entries of a state that must be as the `values` of its owner.
+
+    Raises:
+        ConfigError: one differs.
+    """
+    for key, own in values.items():
+        # Not only `!=`: True equals 1.
+        if type(state[key]) is not type(own) or state[key] != own:
+            raise ConfigError(
+                f"{owner} state: {key} is {state[key]!r}, but this {owner} has {own!r}; use the "
+                f"arguments of the {owner} that was saved"
+            )
 
 
 def _parse(parse: Callable[[Any], Any], text: str | bytes) -> Any:

@@ -25,7 +25,7 @@ from recsys._support.files import (
     require_place,
 )
 from recsys._support.sizes import counted, format_bytes, parse_bytes
-from recsys._support.user_warnings import plain_warnings
+from recsys._support.user_code import plain_warnings
 from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, read_tree
 from recsys.datasets.store_writer import is_store, read_meta
 from recsys.errors import ConfigError, RecsysError

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from recsys._support.machine import num_cores
-from recsys._support.states import require_same, require_state
-from recsys._support.untrusted import is_whole
+from recsys._support.untrusted import is_whole, require_same, require_state
 from recsys.datasets.store_writer import SPLITS
 from recsys.errors import ConfigError
 

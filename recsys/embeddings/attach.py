@@ -18,7 +18,7 @@ from weakref import WeakSet, ref
 import torch
 
 from recsys._support.torch_compat import not_compiled
-from recsys._support.user_warnings import warn_caller
+from recsys._support.user_code import warn_caller
 from recsys.embeddings.lookup.lookup import Nodes
 from recsys.embeddings.rows.grads import drop_grads, unbind_table, with_dense_grads
 from recsys.embeddings.tables_module import group_tables

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
-from recsys._support.states import require_state
+from recsys._support.untrusted import require_state
 from recsys.pipeline.schedule import LookAhead, Sequential
 
 __all__ = ["Auto", "Choice"]

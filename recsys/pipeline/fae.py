@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.states import require_same, require_state
-from recsys._support.untrusted import is_number, is_whole
+from recsys._support.untrusted import is_number, is_whole, require_same, require_state
 from recsys.datasets.loader import ResumableLoader, read_ahead
 from recsys.errors import ConfigError
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from recsys._support.states import require_state
-from recsys._support.user_warnings import warn_caller
+from recsys._support.untrusted import require_state
+from recsys._support.user_code import warn_caller
 from recsys.pipeline.micro_batches import join_outputs, select_samples
 
 if TYPE_CHECKING:

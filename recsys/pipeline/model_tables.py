@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from recsys._support.user_warnings import warn_caller
+from recsys._support.user_code import warn_caller
 from recsys.batch import JaggedIds
 from recsys.embeddings.tables_module import TableModule, table_modules_in
 from recsys.embeddings.tiers.fetch import claim_together

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba.core import event
 
-from recsys._support.states import require_state
+from recsys._support.untrusted import require_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

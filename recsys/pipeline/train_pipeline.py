@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys._support.states import require_state
-from recsys._support.untrusted import is_whole
+from recsys._support.untrusted import is_whole, require_state
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.hotline import PopularSplit

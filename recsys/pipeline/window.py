@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from recsys._support.user_classes import fits_override
+from recsys._support.user_code import fits_override
 from recsys.pipeline.take import OverwrittenBatch, take
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from torch import nn
 
 from recsys._support.files import as_argument, existing
 from recsys._support.sizes import format_bytes, parse_bytes
-from recsys._support.user_classes import current_folder_last, import_class
+from recsys._support.user_code import current_folder_last, import_class
 from recsys.batch import PooledEmbeddings, features_by_table, histories_of
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store

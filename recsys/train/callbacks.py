@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.user_classes import current_folder_last, import_class
+from recsys._support.user_code import current_folder_last, import_class
 from recsys.config import IS_HIGHER_BETTER, RANKING_METRICS, EarlyStoppingConfig, flat
 from recsys.errors import CallbackFailed, ConfigError, MissingDependency
 

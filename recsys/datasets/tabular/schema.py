@@ -32,7 +32,7 @@ from pydantic import (
     model_validator,
 )
 
-from recsys._support.untrusted import is_finite_number, is_int, is_text, parse_toml
+from recsys._support.untrusted import is_int, is_number, is_text, parse_toml
 from recsys.datasets.store_writer import Feature
 from recsys.errors import ConfigError
 
@@ -97,8 +97,8 @@ def _check_name(name: str) -> str:
 
 
 def _check_missing(value: Any) -> Any:
-    is_number = is_finite_number(value) and abs(value) < 2.0**128  # of float32
-    is_good = value in ("mean", "error") if isinstance(value, str) else is_number
+    is_float32 = is_number(value) and abs(value) < 2.0**128
+    is_good = value in ("mean", "error") if isinstance(value, str) else is_float32
     _refuse((not is_good, f'must be a number of float32, "mean" or "error"; got {value!r}'))
     return value
 
@@ -197,7 +197,7 @@ class Rule:
             'must be ==, >=, >, <= or < and a number, such as ">= 4", or == and text without '
             f'quotes, such as "== yes"; got {text!r}'
         )
-        _refuse((not is_finite_number(number), fault))
+        _refuse((not is_number(number), fault))
         return cls(comparison, number)
 
 

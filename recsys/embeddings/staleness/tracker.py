@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys._support.states import require_same, require_state
+from recsys._support.untrusted import require_same, require_state
 from recsys.embeddings.staleness.marks import RowMarks, UpdateWatch, marks_bytes
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.tables_module import table_modules_in

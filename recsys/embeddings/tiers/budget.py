@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from recsys._support.sizes import format_bytes
-from recsys._support.user_warnings import warn_caller
+from recsys._support.user_code import warn_caller
 from recsys.embeddings.kernels.cpu.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.embeddings.rows.tables import compute_dtype
 from recsys.embeddings.tiers.fetch import Fetcher

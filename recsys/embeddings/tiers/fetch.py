@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from recsys._support.torch_compat import versions_of
-from recsys._support.user_warnings import warn_caller
+from recsys._support.user_code import warn_caller
 from recsys.embeddings.kernels.cpu.claim import (
     FETCHED,
     LEFT,

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.user_warnings import warn_caller
+from recsys._support.user_code import warn_caller
 from recsys.embeddings.staleness.settings import LEAD
 
 if TYPE_CHECKING:

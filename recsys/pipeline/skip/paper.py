@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from recsys._support.states import require_state
-from recsys._support.untrusted import is_finite_number, is_int
+from recsys._support.untrusted import is_int, is_number, require_state
 from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.marks import RowMarks, marks_bytes
 from recsys.embeddings.staleness.tracker import groups_in, input_levels, table_rows
@@ -101,7 +100,7 @@ class Paper:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, is_whole = getattr(self, field.name), field.type == "int"
-            if not (is_int(value, 0) if is_whole else is_finite_number(value) and value >= 0):
+            if not (is_int(value, 0) if is_whole else is_number(value) and value >= 0):
                 raise ConfigError(
                     f"Paper: {field.name} must be a {'whole ' if is_whole else ''}number of at "
                     f"least 0, got {value!r}"

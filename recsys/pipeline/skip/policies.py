@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from recsys._support.untrusted import is_finite_number
+from recsys._support.untrusted import is_number
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.errors import ConfigError
 
@@ -70,7 +70,7 @@ class Guard:
             )
         for name in ("logloss", "calibration"):
             value = getattr(self, name)
-            if not (is_finite_number(value) and value > 0):
+            if not (is_number(value) and value > 0):
                 raise ConfigError(f"Guard: {name} must be a number above 0, got {value!r}")
 
 
@@ -86,7 +86,7 @@ class AbstractPolicy:
     def __post_init__(self) -> None:
         name, values = type(self).__name__, vars(self)
         for key, value in values.items():
-            if key in _SHARES and not (is_finite_number(value) and 0 < value < 1):
+            if key in _SHARES and not (is_number(value) and 0 < value < 1):
                 raise ConfigError(f"{name}: {key} must be a number in (0, 1), got {value!r}")
             allowed = _WHOLES.get(key)
             if allowed and not (type(value) is int and value in allowed):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recsys._support.hashing import mix64
-from recsys._support.states import require_state
+from recsys._support.untrusted import require_state
 from recsys.datasets.loader import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import MOST_INPUTS, StalenessTracker

@@ -29,50 +29,32 @@ def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("groups", "limits", "expected"),
     [
-        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "5000"}, [5000]),
-        ("\n0::/\n", {"memory.max": "7000"}, [7000]),
-        ("0::/of/the/host\n", {"memory.max": "7000"}, [7000]),
-        ("4:cpu,memory:/a\n3:cpu:/a\n", {"memory/a/memory.limit_in_bytes": "9000"}, [9000]),
-        ("4:memory:/a\n", {"memory.max": "1", "cpu/a/memory.limit_in_bytes": "2"}, []),
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "5000"}, [["5000"]]),
+        ("\n0::/\n", {"memory.max": "7000"}, [["7000"]]),
+        ("0::/of/the/host\n", {"memory.max": "7000"}, [["7000"]]),
+        ("4:memory:/a\n", {"memory.max": "1"}, []),
         ("", {"memory.max": "7000"}, []),
     ],
 )
-def test_limits_of_memory_are_those_of_the_groups_of_the_process(
-    tmp_path, groups, limits, expected
-):
+def test_limits_are_those_of_the_groups_of_the_process(tmp_path, groups, limits, expected):
     (tmp_path / "groups").write_text(groups)
     for name, limit in limits.items():
         file = tmp_path / "root" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{limit}\n")
+    for name, found in (("groups", expected), ("none", [])):
+        places = tmp_path / name, tmp_path / "root"
+        assert machine.limits_of_groups("memory.max", *places) == found
 
-    assert machine.limits_of_groups(tmp_path / "groups", tmp_path / "root") == expected
-    assert machine.limits_of_groups(tmp_path / "none", tmp_path / "root") == []
 
-
-def test_memory_is_at_most_that_of_the_container(monkeypatch):
+def test_memory_and_cores_are_at_most_those_of_the_container(monkeypatch):
     alone = machine.memory_bytes()
-    monkeypatch.setattr(machine, "limits_of_groups", lambda *_: [4096, 2**70])
+    limits = {"memory.max": [["4096"], [str(2**70)]], "cpu.max": [["150000", "100000"]]}
+    monkeypatch.setattr(machine, "limits_of_groups", limits.get)
 
     assert machine.memory_bytes() == 4096
+    assert machine.num_cores() == 1
     assert alone > 2**30
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "expected"),
-    [
-        ("0::/a\n", {"a/cpu.max": "150000 100000", "cpu.max": "max 100000"}, [1.5]),
-        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
-        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, [3.0]),
-    ],
-)
-def test_quotas_of_cores_are_those_of_the_groups_of_the_process(tmp_path, groups, files, expected):
-    (tmp_path / "groups").write_text(groups)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-
-    assert machine.quotas_of_groups(tmp_path / "groups", tmp_path) == expected
 
 
 @pytest.mark.parametrize("wanted", [None, "1", " 1,2 ", "0", "", "many", "9" * 30])

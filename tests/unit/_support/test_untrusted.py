@@ -1,8 +1,8 @@
 import pytest
 
 from recsys._support.untrusted import (
-    is_finite_number,
     is_int,
+    is_number,
     is_text,
     parse_json,
     parse_toml,
@@ -35,7 +35,7 @@ def test_types_and_ranges_of_parsed_values():
         *[False] * 5,
     ]
     assert [is_int(value, 1, 3) for value in (1, 3, 0, 4, True)] == [True, True, *[False] * 3]
-    assert [is_finite_number(value) for value in (1, 0.5, float("nan"), float("inf"), "1")] == [
+    assert [is_number(value) for value in (1, 0.5, float("nan"), float("inf"), "1")] == [
         *[True] * 2,
         *[False] * 3,
     ]

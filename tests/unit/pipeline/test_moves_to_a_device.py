@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys._support.user_classes import fits_override
+from recsys._support.user_code import fits_override
 from recsys.batch import Batch, JaggedIds
 from recsys.pipeline.window import MiniBatch
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
-from recsys._support.cuda.triton_support import cdiv
+from recsys._support.sizes import cdiv
 from recsys.embeddings.kernels.cpu.claim import (
     FETCHED,
     HITS,

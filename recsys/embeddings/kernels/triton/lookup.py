@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
-from recsys._support.cuda.triton_support import cdiv, next_power_of_2
+from recsys._support.sizes import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.row_map import LEFT_OUT
 from recsys.embeddings.kernels.triton.memory import (
     BAD_OFFSETS,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
-from recsys._support.cuda.triton_support import cdiv, next_power_of_2
+from recsys._support.sizes import cdiv, next_power_of_2
 from recsys.embeddings.kernels.cpu.claim import FETCHED, WRITTEN
 from recsys.embeddings.kernels.triton.claim import Moves
 from recsys.embeddings.kernels.triton.memory import begins_of, count_at_most, first_step

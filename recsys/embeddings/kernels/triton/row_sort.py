@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from recsys._support.cuda.triton_launches import launched
-from recsys._support.cuda.triton_support import cdiv
+from recsys._support.sizes import cdiv
 from recsys.embeddings.kernels.triton.memory import count_at_most, divided, first_step, upload
 
 if TYPE_CHECKING:

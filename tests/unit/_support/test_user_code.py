@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from recsys._support.user_warnings import warn_caller
+from recsys._support.user_code import warn_caller
 
 
 def test_a_warning_names_the_line_of_the_caller():

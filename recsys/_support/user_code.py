@@ -1,10 +1,11 @@
-"""Classes of the user's: those that a configuration names as `module:Class`, and subclasses."""
+"""Code of the user's: classes that configurations name, subclasses, lines that warnings name."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,7 +14,16 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["current_folder_last", "fits_override", "import_class", "names_class"]
+__all__ = [
+    "current_folder_last",
+    "fits_override",
+    "import_class",
+    "names_class",
+    "plain_warnings",
+    "warn_caller",
+]
+
+_SKIPPED = ("recsys", "torch", "contextlib", "copy")
 
 _T = TypeVar("_T")
 
@@ -79,3 +89,37 @@ def fits_override(kind: type, method: str, other: str) -> bool:
         if other in vars(each):
             return False
     return False
+
+
+def warn_caller(message: str) -> None:
+    """Warn, with the innermost line outside recsys and torch as the place."""
+    stacklevel, frame = 1, sys._getframe().f_back
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _SKIPPED:
+        stacklevel, frame = stacklevel + 1, frame.f_back
+    warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+@contextmanager
+def plain_warnings(program: str) -> Iterator[None]:
+    """Print warnings as "PROGRAM: warning: MESSAGE" within the `with` block, without source code.
+
+    Other categories than `UserWarning`, which recsys raises, are printed as before.
+    """
+    with_source = warnings.formatwarning
+
+    def format_warning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        if category is not UserWarning:
+            return with_source(message, category, filename, lineno, line)
+        return f"{program}: warning: {message}\n"
+
+    warnings.formatwarning = format_warning
+    try:
+        yield
+    finally:
+        warnings.formatwarning = with_source
