@@ -215,7 +215,7 @@ def _prepare_table(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from recsys.train.loop.resume import resumed_config
+    from recsys.train.resume import resumed_config
 
     is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if options.dry_run and (is_one_of_several or options.resume):

@@ -23,8 +23,8 @@ from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.train.build import autocast, build_model, open_source, require_features_of
-from recsys.train.loop.progress import LOWER_LR
 from recsys.train.metrics import Metrics, MetricsAccumulator
+from recsys.train.progress import LOWER_LR
 from recsys.train.ranking import rank_items
 from recsys.train.ranks import gather, num_ranks, rank
 from recsys.train.run_folder import RunFolder

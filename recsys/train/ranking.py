@@ -36,8 +36,8 @@ from recsys.batch import Batch, JaggedIds
 from recsys.embeddings.tables_module import device_of
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
-from recsys.train.loop.progress import LOWER_LR
 from recsys.train.metrics import RankingMetrics, Rankings
+from recsys.train.progress import LOWER_LR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

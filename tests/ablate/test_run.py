@@ -9,7 +9,7 @@ import pytest
 
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.report import format_ablation
-from recsys.train.loop.progress import Progress
+from recsys.train.progress import Progress
 from recsys.train.trainer import train
 
 TWO_VARIATIONS = """

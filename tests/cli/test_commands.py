@@ -137,15 +137,15 @@ def test_warnings_of_commands_show_no_source_code(tmp_path, small_settings, monk
 
     before = warnings.formatwarning
     monkeypatch.setattr(warnings, "showwarning", show)  # that of pytest prints nothing
-    more = ["--set", "num_threads=99", "--run", str(tmp_path / "run")]
+    more = ["--set", "budget=1GiB", "--run", str(tmp_path / "run")]
     with warnings.catch_warnings():
-        warnings.filterwarnings("always", "num_threads is")
+        warnings.filterwarnings("always", "budget=")
 
         assert run_cli("train", "synthetic:criteo-kaggle", *small_settings, *more) == 0
 
     lines = capsys.readouterr().err.splitlines()
     (told,) = [line for line in lines if "warning" in line.lower()]
-    assert told.startswith("recsys train: warning: num_threads is 99")
+    assert told.startswith("recsys train: warning: budget=")
     assert "warnings.warn" not in "".join(lines)
     assert warnings.formatwarning is before
 

@@ -19,7 +19,6 @@ from recsys.errors import ConfigError, IdOutOfRange
 from recsys.train import Callback, train
 from recsys.train.checkpoint.format import piece_number
 from recsys.train.checkpoint.writer import PieceWriter
-from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.rank_model import average_in_order
 
 SETTINGS = (
@@ -244,18 +243,4 @@ def has_full_disks(rank, world, failing, **arguments):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PieceWriter, "finish", fails)
-        return trains_a_run(rank, world, **arguments)
-
-
-def has_no_folder(rank, world, num_failures, **arguments):
-    """As `trains_a_run`, but the last rank cannot make its folder of checkpoints some times."""
-    make, failures = RunCheckpoints._make, iter(range(num_failures))
-
-    def fails(checkpoints, after):
-        if rank == world - 1 and next(failures, None) is not None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return make(checkpoints, after)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunCheckpoints, "_make", fails)
         return trains_a_run(rank, world, **arguments)

@@ -1,93 +1,102 @@
-"""Reports of a run: those after a resume are those of an uninterrupted run."""
+"""Where a run is: full steps, and reports."""
 
-import re
-import sys
-import warnings
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from recsys.pipeline.stalls import StageClock
-from recsys.train.loop.progress import Progress
-from recsys.train.metrics import evaluate_logits
+from recsys.train.callbacks import RunCallbacks
+from recsys.train.progress import Progress
 from recsys.train.run_folder import RunFolder
 from tests.train.resumed_runs import history
 
 
-def add_step(progress, number, num_samples=3):
-    generator = torch.Generator().manual_seed(number)
-    logits = torch.randn(num_samples, generator=generator)
-    labels = torch.randint(0, 2, (num_samples,), generator=generator)
-    progress._clock.seconds["forward"] += 1
-    progress.add(logits.exp().mean(), logits, labels)
+class Loader:
+    """Of 10 samples, in mini-batches of 4: three steps an epoch."""
+
+    batch_size = 4
+    source = SimpleNamespace(splits={"train": range(10)})
+
+    def __len__(self):
+        return 3
 
 
 @pytest.fixture
 def make(tmp_path):
-    def build(name):
-        (tmp_path / name).mkdir()
-        folder = RunFolder(tmp_path / name)
-        return Progress(folder, StageClock(), 30, "validation", show=False), folder
+    """Makes the progress of two epochs."""
+
+    def build(*, skips=False, loader=None):
+        loader = loader or Loader()
+        folder, callbacks = RunFolder(tmp_path), RunCallbacks()
+        return Progress(folder, StageClock(), loader, 2, callbacks, skips=skips)
 
     return build
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 4, 5])
-def test_the_next_report_after_a_resume_is_that_of_an_uninterrupted_run(make, num_before):
-    (whole, expected), (first, _), (resumed, found) = map(make, ("whole", "first", "resumed"))
-    found_evaluation = evaluate_logits(torch.randn(4).numpy(), torch.tensor([0, 1, 0, 1]).numpy())
-    for progress, numbers in ((whole, range(10)), (first, range(num_before))):
-        for number in numbers:
-            if number == 3:
-                progress.add_evaluation(found_evaluation)
-            add_step(progress, number)
-            if number == 4:
-                progress.report(0)
+def add(progress, num_samples, num_seen=None):
+    logits = torch.randn(num_samples, generator=torch.Generator().manual_seed(num_samples))
+    progress.add(logits.exp().mean(), logits, torch.arange(num_samples) % 2, num_seen)
+    return progress.full_step
 
-    resumed.load_state_dict(first.state_dict())
+
+def test_a_step_that_skips_nothing_is_a_full_step(make):
+    plain, skipping = make(), make(skips=True)
+
+    sizes, seen = [4, 4, 2, 4, 4, 2], [4, 8, 10, 14, 18, 20]
+    assert [add(plain, size) for size in sizes] == [1, 2, 3, 4, 5, 6]
+    found = [add(skipping, size, number) for size, number in zip(sizes, seen, strict=True)]
+    assert found == [1, 2, 3, 4, 5, 6]
+    assert plain.num_full_steps == 6
+
+
+def test_a_step_counts_as_much_as_the_samples_that_it_uses_up(make):
+    progress = make(skips=True)
+
+    assert [add(progress, 2, num_seen) for num_seen in (3, 7, 9, 15, 20)] == [0, 1, 2, 4, 6]
+
+
+@pytest.mark.parametrize(("every", "passed"), [(1, 4), (2, 3), (3, 2), (4, 1), (7, 0)])
+def test_a_multiple_is_passed_once(make, every, passed):
+    progress, found = make(skips=True), 0
+    for num_seen in (3, 7, 9, 15, 20):
+        add(progress, 2, num_seen)
+        found += progress.has_passed(every)
+
+    assert found == passed
+
+
+@pytest.mark.parametrize("times", [1, 2, 5, 100])
+def test_the_last_step_is_one_of_any_number_of_steps(make, times):
+    progress, found = make(skips=True), []
+    for num_seen in (3, 7, 9, 15, 20):
+        add(progress, 2, num_seen)
+        found.append(progress.has_passed_one_of(times))
+
+    assert found[-1]
+    assert sum(found) <= times
+
+
+def test_reports_cover_every_sample_once_across_a_resume(make, tmp_path):
+    first, resumed = make(), make()
+    with first.bar(is_drawn=False):
+        for number in (4, 4, 2):
+            first._clock.seconds["forward"] += 1
+            add(first, number)
+        first.report()
+        first.report()  # of no step: writes no line
+
     resumed._clock.load_state_dict(first._clock.state_dict())
-    for number in range(num_before, 10):
-        if number == 3:
-            resumed.add_evaluation(found_evaluation)
-        add_step(resumed, number)
-        if number == 4:
-            resumed.report(0)
+    resumed.load_state_dict(first.state_dict())
+    with resumed.bar(is_drawn=False):
+        resumed._clock.seconds["forward"] += 2
+        add(resumed, 4)
+        resumed.report()
 
-    whole.report(1)
-    resumed.report(1)
-    assert history(found.path) == history(expected.path)[-len(history(found.path)) :]
-    assert resumed.last_evaluation == whole.last_evaluation == found_evaluation.as_dict()
-    assert (resumed.num_steps, resumed.num_samples) == (10, 30)
-
-
-def test_metrics_of_another_split_are_not_continued_with(make):
-    (saved, _), (progress, _) = make("saved"), make("other")
-    saved.add_evaluation(evaluate_logits(np.array([0.2, -0.1], "float32"), np.array([1, 0])))
-
-    progress.load_state_dict(saved.state_dict() | {"split": "test"})
-
-    assert progress.last_evaluation is None
-    progress.load_state_dict(saved.state_dict())
-    assert progress.last_evaluation == saved.last_evaluation is not None
-
-
-def test_warnings_are_printed_above_the_bar(tmp_path, small_config, capsys, monkeypatch):
-    def show(message, *_):  # that of pytest prints nothing
-        sys.stderr.write(f"warning: {message}\n")
-
-    monkeypatch.setattr(warnings, "showwarning", show)
-    folder = RunFolder.create(tmp_path / "run", small_config())
-    with (
-        warnings.catch_warnings(),
-        Progress(folder, StageClock(), 30, "validation", show=True),
-    ):
-        warnings.simplefilter("always")
-        capsys.readouterr()
-        warnings.warn("of the first step", stacklevel=1)
-        printed = capsys.readouterr().err
-
-    assert warnings.showwarning is show
-    lines = re.split(r"[\r\n]", printed)
-    assert "warning: of the first step" in lines
-    assert "0.00/30.0 samples" in lines[-1]
+    lines = history(tmp_path)
+    assert [(line["step"], line["num_samples"], line["epoch"]) for line in lines] == [
+        (3, 10, 0),
+        (4, 14, 1),
+    ]
+    assert resumed.has_passed(4)
+    assert resumed._reported == (14, 5.0)

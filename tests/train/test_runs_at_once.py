@@ -3,7 +3,7 @@
 import pytest
 
 from recsys.errors import ConfigError
-from recsys.train.loop.progress import Progress
+from recsys.train.progress import Progress
 from recsys.train.run_folder import RunFolder
 from tests.train.resumed_runs import SETTINGS, run
 

@@ -391,7 +391,7 @@ def test_a_run_that_diverges_at_the_last_evaluation_has_no_metrics_of_an_earlier
     small_config, tmp_path, monkeypatch
 ):
     def diverge_at_the_end(*arguments, **parts):
-        if len(arguments) < 5:  # over everything
+        if arguments[4] is None:  # over everything
             raise TrainingDiverged("logits are not finite")
         return evaluate_split(*arguments, **parts)
 
@@ -515,7 +515,7 @@ def test_ctrl_c_during_the_last_evaluation_ends_it_after_the_split(
     small_config, tmp_path, monkeypatch
 ):
     def interrupt_and_evaluate(*arguments, **parts):
-        if len(arguments) < 5:  # over everything
+        if arguments[4] is None:  # over everything
             signal.raise_signal(signal.SIGINT)
         return evaluate_split(*arguments, **parts)
 
@@ -565,8 +565,8 @@ def test_a_second_ctrl_c_during_the_last_evaluation_keeps_the_metrics_until_then
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     found = evaluate_run(tmp_path / "run")
     assert record["status"] == "interrupted"
-    for split in ("test", "validation"):
-        assert record["metrics"][split] == found[split].as_dict()
+    assert record["metrics"]["test"] == found["test"].as_dict()
+    assert record["metrics"]["validation"]["num_samples"] == 60  # while it trained
 
 
 def test_a_model_that_cannot_be_written_leaves_no_half_of_it(small_config, tmp_path, monkeypatch):

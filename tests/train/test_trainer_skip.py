@@ -179,8 +179,8 @@ def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_pa
     add = Progress.add
 
     def add_and_note(progress, *step):
-        add(progress, *step)
         rates.append((progress.num_samples, optimizers[0].param_groups[0]["lr"]))
+        add(progress, *step)
 
     optimizers = []
     build = build_model

@@ -1,1 +1,0 @@
-"""What the training loop uses at each step."""

@@ -1,0 +1,200 @@
+"""What a run continues from, and what may differ when it does.
+
+A run continues from a checkpoint, to the exact next sample. `_require_same_run` says which keys of
+its configuration must stay: those that decide its numbers. Where rows lie, when they are fetched,
+and what is measured and saved may change; each key has its marker in `recsys/config.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recsys._support.files import alone_in, as_argument
+from recsys.config import (
+    TrainConfig,
+    build_from_file,
+    describe_config,
+    flat,
+    load_config,
+    put_key,
+    read_tree,
+    walk_keys,
+)
+from recsys.errors import AlreadyExists, ConfigError
+from recsys.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Reopened", "reopened", "resumed_config"]
+
+
+class Reopened(NamedTuple):
+    """A run to continue.
+
+    Attributes:
+        folder: Its folder.
+        saved: The number of the checkpoint to continue from; None to start from the first sample.
+        record: Its record, if it is finished and nothing is left to do.
+    """
+
+    folder: RunFolder
+    saved: int | None
+    record: dict[str, Any] | None
+
+
+@contextmanager
+def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator[Reopened | None]:
+    """Open and lock the folder of a run, and check that it can continue with a configuration.
+
+    Nothing is written to the folder.
+
+    Args:
+        config: The configuration to continue with.
+        run_dir: The folder.
+        number: The checkpoint to continue from; None for the newest complete one.
+
+    Yields:
+        The run; None if the folder is new or empty.
+
+    Raises:
+        AlreadyExists: a finished run has no checkpoint to continue from.
+        CheckpointError: a checkpoint cannot be read.
+        ConfigError: the folder is not of a run, or in use; the configuration or its data does not
+            fit the run; or `number` is given and the folder is new.
+        StoreError: there is no data.
+    """
+    is_new = not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir()))
+    if is_new and number is None:
+        _say(f"{run_dir} is new: training starts from the first sample")
+        yield None
+        return
+    from recsys.train.checkpoint import newest  # imports PyTorch
+
+    folder = RunFolder.open(run_dir)
+    with alone_in(run_dir, "recsys train"):
+        before = folder.read_config()
+        _require_same_run(run_dir, before, config)
+        if config.data == before.data:
+            folder.require_data(config.data)
+        record = folder.read_record() if folder.record_file.is_file() else {}
+        is_finished = record.get("status") == "finished"
+        has_model = folder.model_file.is_file() or not config.save_model
+        if is_finished and has_model and number is None and config.epochs == before.epochs:
+            _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
+            yield Reopened(folder, None, record)
+            return
+        saved = newest(folder.checkpoints_folder) if number is None else number
+        if saved is not None:
+            _require_same_data(folder, saved, config)
+        elif is_finished:
+            raise AlreadyExists(
+                f"{run_dir} is finished and has no checkpoint to continue from: none could be "
+                "written, or it was shorter than checkpoint.every_seconds and "
+                "checkpoint.every_steps was not set; choose another folder with --run to train "
+                "from the first sample"
+            )
+        else:
+            _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
+        yield Reopened(folder, saved, None)
+
+
+def _require_same_run(run_dir: Path, before: TrainConfig, config: TrainConfig) -> None:
+    """Check that a run can continue with another configuration.
+
+    Raises:
+        ConfigError: a key differs that decides the numbers of the run.
+    """
+    old, new = (
+        {"schedule": of.schedule.kind, "skip": of.skip.kind} | flat(describe_config(of))
+        for of in (before, config)
+    )
+    is_fae = "fae" in (before.schedule.kind, config.schedule.kind)
+    markers = {key.name: key.resume for key in walk_keys(TrainConfig)}
+    for key in old | new:  # tables such as model.pooling may have a key in one of them alone
+        marker = markers.get(key, "fixed")
+        is_free = marker == "free" or (marker != "fixed" and not is_fae)
+        if old.get(key) != new.get(key) and not is_free:
+            why = "" if marker == "fixed" else " and schedule 'fae'"
+            raise ConfigError(
+                f"{run_dir} cannot continue with {key} {new.get(key)!r}: it was trained with "
+                f"{old.get(key)!r}{why}; leave {key} as it was, or train a new run in another "
+                "folder"
+            )
+    if config.epochs < before.epochs:
+        raise ConfigError(
+            f"{run_dir} cannot continue with epochs {config.epochs}: it was trained with "
+            f"{before.epochs}; epochs may only become more"
+        )
+
+
+def _require_same_data(folder: RunFolder, saved: int, config: TrainConfig) -> None:
+    """Check that the data of a configuration is that of a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: the data has another fingerprint.
+    """
+    from recsys.train.build import open_source
+    from recsys.train.checkpoint.contents import errors_of_state  # imports PyTorch
+    from recsys.train.checkpoint.format import read_manifest, read_state
+
+    place, found = folder.checkpoints_folder, open_source(config).fingerprint
+    with errors_of_state():
+        state = read_state(place, read_manifest(place, saved).deltas[0], is_mapped=True)
+        known = state["state"]["state"]["data"]
+    if found != known:
+        raise ConfigError(
+            f"{folder.path} was trained on other data: the fingerprint was {known!r} then and is "
+            f"{found!r} now; name the data of the run, or go on with other data in a new run by "
+            f"--set {as_argument(f'init_from={folder.path}')}"
+        )
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+
+
+def resumed_config(
+    run_dir: Path, file: Path | None, settings: Sequence[str], data: str | None
+) -> TrainConfig:
+    """The configuration of a run to continue: the one that it had, with some keys changed.
+
+    Another schedule replaces the one that it had, with its keys; `cold_tier` "host" resets
+    `cold_path`, and `early_stopping.patience` 0 resets the other keys of early stopping.
+
+    Args:
+        run_dir: The folder of the run; new, or with `config.toml`.
+        file: A TOML file with keys to change.
+        settings: As for `load_config`; they win over the file.
+        data: The key `data`; None to leave it.
+
+    Raises:
+        ConfigError: a key is unknown, a value is not what the key accepts, or the folder is not of
+            a run and `data` is None.
+    """
+    stored = RunFolder(run_dir).config_file
+    values = {} if data is None else {"data": data}
+    if stored.is_file():
+        return build_from_file(lambda changes: _changed(stored, changes | values), file, settings)
+    if data is None:
+        raise ConfigError(
+            f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
+            f"--run {as_argument(run_dir)} --resume"
+        )
+    return load_config(file, settings, **values)
+
+
+def _changed(stored: Path, changes: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run with some of its keys changed."""
+    tree, found = read_tree(stored), flat(changes)
+    if found.get("cold_tier") == "host":
+        tree.pop("cold_path", None)
+    if found.get("early_stopping.patience") == 0:
+        tree.pop("early_stopping", None)
+    for name, value in found.items():
+        put_key(tree, name, value)
+    return TrainConfig(**tree)
