@@ -89,7 +89,9 @@ def test_files_of_the_routes_exist(pytestconfig):
     drawn = "".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     papers = "".join(re.findall(r"`[^`\n]*`", (root / "docs" / "papers.md").read_text()))
     route = (root / "recsys" / "README.md").read_text()
-    named = set(re.findall(r"[\w/]+\.py", drawn + papers + route))
+    steps = (root / "CONTRIBUTING.md").read_text()
+    named = {*re.findall(r"[\w/]+\.py", drawn + papers + route)}
+    named |= {*re.findall(r"recsys/([\w/]+\.py)", steps)}
 
     assert len(named) > 20
     assert [name for name in named if not (root / "recsys" / name).exists()] == []
