@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
+from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBagCollection
 
 INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
 
@@ -303,15 +303,6 @@ def test_torchrecs_collections_are_exchanged_inside_torchrecs_models():
         torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
     recsys.restore(model)
     assert model.sparse_arch.embedding_bag_collection is original
-
-
-def test_a_bag_of_ours_that_the_user_built_is_left_alone():
-    model = Holder(a=bag(), ours=HotColdEmbeddingBag(5, 2, mode="sum", optimizer=SGD(lr=1.0)))
-    ours = model.ours
-
-    recsys.accelerate(model, optimizer=torch.optim.SGD(model.a.parameters(), lr=0.1), always=True)
-
-    assert model.ours is ours
 
 
 def collection():

@@ -125,6 +125,33 @@ def test_weights_may_be_parameters_that_are_updated_before_the_rows():
     torch.testing.assert_close(module.weight.detach(), expected)
 
 
+@pytest.mark.parametrize("moment", ["before backward", "before the step"])
+def test_a_module_may_be_converted_within_a_step(moment):
+    module = bag(auto_apply=False)
+    before, result = module.weight.detach().double(), module(IDS[:1], OFFSETS[:1]).sum()
+    if moment == "before the step":
+        result.backward()
+    module.double()
+    if moment == "before backward":
+        result.backward()
+    module.row_optimizer.step()
+    assert (before - module.weight)[:3, 0].tolist() == pytest.approx([0, 1, 0])
+
+
+def test_a_closure_computes_the_gradients_that_its_step_uses():
+    module = bag(auto_apply=False)
+    before = module.weight.detach().clone()
+
+    def closure():
+        module.row_optimizer.zero_grad()
+        loss = module(IDS[:1], OFFSETS[:1]).sum()
+        loss.backward()
+        return loss
+
+    assert module.row_optimizer.step(closure) == before[1].sum()
+    assert torch.equal(module.weight[1], before[1] - 1)
+
+
 def test_a_backward_that_fails_leaves_nothing_for_the_next():
     module, early = bag(), torch.ones(5, 4, requires_grad=True)
     before, late = module.weight.detach().clone(), early * 2

@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import torch
 
-from recsys.embeddings import Adagrad
-from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import Auto, LookAhead, Sequential
 from recsys.pipeline.auto import Choice
 
 CANDIDATES = (Sequential(), LookAhead(2), LookAhead(4))
@@ -77,18 +75,3 @@ def test_a_resumed_choice_begins_its_last_turn_again_and_keeps_the_others(num_st
     ran = run(resumed, lambda schedule, _: seconds[CANDIDATES.index(schedule)])
     assert len(ran) == 24 * (9 - num_steps // 24)
     assert resumed.chosen == LookAhead(2)
-
-
-def test_the_mean_depth_is_that_of_the_current_candidate(small):
-    batches = [small.make_batch(small.tables, seed) for seed in range(30)]
-    model = small.Model(small.tables, Adagrad(lr=0.1), budget=30_000)
-    dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-    auto = Auto((LookAhead(1), LookAhead(4)), steps_per_turn=1)
-    pipeline = TrainPipeline(model, dense, schedule=auto)
-    iterator, depths = iter(batches), []
-
-    for _ in range(17):  # a turn has 9 steps
-        pipeline.progress(iterator)
-        depths.append(pipeline.mean_depth)
-
-    assert (depths[7], depths[-1]) == (1, 4)

@@ -147,6 +147,21 @@ def test_subsample_is_unbiased(skips):
     assert bool(((dropped - full).abs() > 3 * error).any())
 
 
+def test_a_failed_step_is_a_step_of_the_tracker(skips):
+    """The window ends although its last step failed."""
+    run = skips.Run(LookAhead(2), skips.POLICIES["drop_input"], skips.options_of("host", None))
+    run.train(32)
+    whole, run.pipeline._forward = run.pipeline._forward, None
+    with pytest.raises(TypeError):
+        run.train(33)
+    run.pipeline._forward = whole
+    run.train()
+
+    skipping = run.pipeline.skipping
+    assert skipping.tracker.report()["num_followed"] > 0
+    assert skipping.tracker.num_steps == skipping.position.num_batches
+
+
 def test_evaluation_between_steps_is_not_filtered(skips):
     policy = skips.POLICIES["drop_input"]
     expected = skips.Run(LookAhead(2), policy, skips.options_of("host", None)).train()
