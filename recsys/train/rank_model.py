@@ -12,7 +12,6 @@ its own step             the lookup finds its ids and rows
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import suppress
 from functools import partial
 from math import sqrt
@@ -23,11 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import (  # type: ignore[attr-defined]
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
@@ -62,7 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
-    from torch.distributed import GradBucket  # type: ignore[attr-defined]
     from torch.optim import Optimizer
     from torchrec.distributed.types import Awaitable
 
@@ -75,7 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DividedRows",
-    "average_in_order",
+    "average_gradients",
     "build_rank_model",
     "place_tables",
     "require_supported",
@@ -275,19 +271,21 @@ def build_rank_model(
     of_module = construct_module_sharding_plan(
         collection, of_tables, sharder, num_ranks(), num_ranks(), "cpu"
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TorchRec's arguments of DDP
-        parallel = DistributedModelParallel(
-            network,
-            device=torch.device("cpu"),
-            plan=ShardingPlan({f"model.{path}.collection": of_module}),
-            sharders=[sharder],
-        )
-    average_in_order(parallel)
+    divided_model = DistributedModelParallel(
+        network,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({f"model.{path}.collection": of_module}),
+        sharders=[sharder],
+        init_data_parallel=False,
+    )
     [holder.has_tiers] = any_of(bool(holder.fetchers()))
     local = holder.collection.local_tables
     dense = [value for name, value in network.named_parameters() if ".embedding_bags." not in name]
+    for parameter in dense:  # a user's model may have drawn others on each process
+        dist.broadcast(parameter.detach(), 0)
     optimizers: list[Optimizer] = [dense_optimizer(config, dense)]
+    trained = [parameter for parameter in dense if parameter.requires_grad]
+    optimizers[0].register_step_pre_hook(lambda *_: average_gradients(trained))
     rows: nn.Module = nn.Module()
     if local.collection is not None:
         assert local.collection.row_optimizer is not None
@@ -303,7 +301,7 @@ def build_rank_model(
         for name, key in keys.items()
     }
     divided = DividedRows(layout, dims, placement)
-    return parallel, _with_replaced(network.model, holder, rows), optimizers, divided
+    return divided_model, _with_replaced(network.model, holder, rows), optimizers, divided
 
 
 def _require_no_running_statistics(network: nn.Module) -> None:
@@ -451,45 +449,22 @@ class RankTables(AbstractDividedTables):
         return list(context.claims)
 
 
-def average_in_order(parallel: nn.Module) -> None:
-    """Average the gradients of the dense part in the order of the processes, from now on.
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Replace gradients by their means over all processes. A collective.
 
-    `DistributedDataParallel` puts gradients into buckets, and arranges them anew after the first
-    steps of a process. gloo's all_reduce adds the parts of a bucket in different orders. So with
-    three processes or more, the first steps after a run is resumed would round sums differently.
-    Here every process adds its share of a bucket, in the order of the processes:
-
-        bucket of each process    -- all_to_all -->    its share of all buckets
-        the share's mean          -- all_gather -->    the mean of all buckets
-
-    Both send as many bytes as an all_reduce.
+    They are sent as one tensor. So every step sums them in the same order, the first one after a
+    run is resumed, too. `DistributedDataParallel` arranges its buckets anew after its first steps.
 
     Args:
-        parallel: The model with its tables divided. With fewer than three processes it stays as it
-            is, because the sum of two numbers has one order.
+        parameters: Those of the dense part, the same on all processes.
     """
-    if dist.get_world_size() < 3:
-        return
-    for module in parallel.modules():
-        if isinstance(module, DistributedDataParallel):
-            # PyTorch refuses a function with annotations in strings, such as those of this file.
-            module.register_comm_hook(None, lambda _, bucket: _average(bucket))
-
-
-def _average(bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket over all processes. A collective."""
-    gradients, num_ranks = bucket.buffer(), dist.get_world_size()
-    if gradients.is_sparse:  # of a table of the user's own; gloo adds these in order
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None stands for all
-    padding = -len(gradients) % num_ranks
-    shares = torch.nn.functional.pad(gradients, (0, padding)).view(num_ranks, -1)
-    received = torch.empty_like(shares)
-    dist.all_to_all_single(received, shares)
-    total = received[0]
-    for share in received[1:]:
-        total += share
-    dist.all_gather(list(shares), total / num_ranks)
-    gradients.copy_(shares.view(-1)[: len(gradients)])
-    found: torch.futures.Future[Tensor] = torch.futures.Future()
-    found.set_result(gradients)
-    return found
+    gradients = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+        for parameter in parameters
+    ]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    means = torch.split(flat, [parameter.numel() for parameter in parameters])
+    for parameter, mean in zip(parameters, means, strict=True):
+        parameter.grad = mean.view_as(parameter).to(parameter.dtype)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks_cases import error_of
-from torch.nn.parallel import DistributedDataParallel
 
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
@@ -19,7 +18,7 @@ from recsys.errors import ConfigError, IdOutOfRange
 from recsys.train import Callback, train
 from recsys.train.checkpoint.format import piece_number
 from recsys.train.checkpoint.writer import PieceWriter
-from recsys.train.rank_model import average_in_order
+from recsys.train.rank_model import average_gradients
 
 SETTINGS = (
     "synthetic.num_samples=1600",  # 22 steps an epoch
@@ -111,38 +110,16 @@ def has_callbacks(rank, world, run, settings, resume=False, given=None, **option
 
 
 def averages_gradients(rank, world):
-    """Gradients of a rank's samples, and their averages in the first step and in the third."""
+    """Gradients of a rank: dense ones, one of a sparse table, none; and their averages."""
     torch.manual_seed(1)
-    sizes = (9, 7), (7, 5), (5, 1)
-    layers = torch.nn.Sequential(*(torch.nn.Linear(*each) for each in sizes))
-    network = WithTable(layers, torch.nn.Embedding(8, 9, sparse=True))
+    table, layers = torch.nn.Embedding(8, 9, sparse=True), torch.nn.Linear(9, 7)
     samples = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
-    network(samples).sum().backward()
-    own = [dense_gradient(each) for each in network.parameters()]
-    parallel = DistributedDataParallel(network, static_graph=True)
-    average_in_order(parallel)
-    found = []
-    for _ in range(3):
-        network.zero_grad()
-        parallel(samples).sum().backward()
-        found.append([dense_gradient(each) for each in network.parameters()])
-    return own, found[0], found[2]
-
-
-class WithTable(torch.nn.Module):
-    """Layers over samples and rows of a table with sparse gradients."""
-
-    def __init__(self, layers, table):
-        super().__init__()
-        self.layers, self.table = layers, table
-
-    def forward(self, samples):
-        rows = self.table(torch.arange(len(samples)) + dist.get_rank())
-        return self.layers(samples + rows)
-
-
-def dense_gradient(parameter):
-    return parameter.grad.to_dense().clone()
+    layers(samples + table(torch.arange(4) + rank)).sum().backward()
+    unused = torch.nn.Parameter(torch.ones(3))
+    parameters = [*table.parameters(), *layers.parameters(), unused]
+    own = [torch.zeros(3) if each.grad is None else each.grad.to_dense() for each in parameters]
+    average_gradients(parameters)
+    return own, [each.grad for each in parameters]
 
 
 def is_refused(rank, world, **arguments):

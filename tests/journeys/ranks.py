@@ -17,7 +17,7 @@ WORLD = 2
 
 
 def start(function, *arguments):
-    """Start a function in processes with the environment that `torchrun` makes."""
+    """Start a function in processes with the environment that launchers make."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -35,7 +35,6 @@ def _as_rank(rank, port, function, *arguments):
     known = {
         **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        **{"TORCHELASTIC_RUN_ID": "journey", "TORCHELASTIC_RESTART_COUNT": 0},
     }
     os.environ.update({key: str(value) for key, value in known.items()})
     torch.set_num_threads(1)
