@@ -10,7 +10,7 @@ import pytest
 from recsys.config import load_config
 from recsys.datasets import write_store
 from recsys.datasets.tabular.schema import Schema
-from recsys.train.exports.program import export_program
+from recsys.train.export import export_run
 from recsys.train.trainer import train
 
 
@@ -58,7 +58,7 @@ def test_classes_of_the_page_train_and_serve_as_it_says(
     config = load_config(None, settings, data=data)
 
     train(config, tmp_path / "run", show_progress=False)
-    export_program(tmp_path / "run", tmp_path / "model.pt2")
+    export_run(tmp_path / "run", "torch-export", tmp_path / "model.pt2")
     found = {}
     exec(compile(serve, "docs/models.md", "exec"), found)
 

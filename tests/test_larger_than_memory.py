@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from recsys.config import load_config
 from recsys.datasets.store_writer import StoreWriter
 from recsys.train.evaluate import evaluate_run, open_saved_model
-from recsys.train.exports.export import export_run
+from recsys.train.export import export_run
 from recsys.train.predict import predict_run
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train

@@ -319,27 +319,24 @@ def _export(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--quantize {options.quantize} goes with --to torch-export only; leave it out"
         )
-    RunFolder.open(options.run)
+    run = RunFolder.open(options.run)
     if options.since is None and number is None:
         _require_model(options.run)
 
-    from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
+    from recsys.train.export import export_checkpoint, export_run
 
-    if options.since is not None:
-        written = export_run_delta(options.run, options.out, options.since)
-    elif number is not None:
-        written = export_run_checkpoint(
-            options.run, options.out, None if number == "last" else int(number)
-        )
-    else:
+    if options.since is None and number is None:
         written = export_run(options.run, options.to, options.out, options.quantize)
+    else:
+        number = None if number in (None, "last") else int(number)
+        written = export_checkpoint(run.checkpoints_folder, options.out, number, options.since)
     print(f"wrote {written}")
 
 
 def _apply(options: argparse.Namespace) -> None:
     require_files("model", map(Path, [options.full, *options.deltas]))
 
-    from recsys.train.exports.deltas import apply_deltas
+    from recsys.train.export import apply_deltas
 
     print(f"wrote {apply_deltas(options.full, options.deltas, options.out)}")
 

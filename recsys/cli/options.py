@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from recsys._version import __version__
-from recsys.train.exports import FORMATS, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -274,7 +273,7 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
                     (
                         _option(
                             "--to",
-                            choices=FORMATS,
+                            choices=("safetensors", "torch-export"),
                             help="its tensors, without pickle, or a program that runs with "
                             "PyTorch alone",
                         ),
@@ -295,7 +294,7 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
                 ),
                 _option(
                     "--quantize",
-                    choices=QUANTIZATIONS,
+                    choices=("int8",),
                     help="with --to torch-export: round rows to int8, with a scale for each row",
                 ),
                 _FILE,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         TensorBoard,
         WeightsAndBiases,
     )
-    from recsys.train.exports.export import export_run_checkpoint
+    from recsys.train.export import export_run_checkpoint
     from recsys.train.trainer import train
 
 __all__ = [
@@ -35,7 +35,7 @@ if not TYPE_CHECKING:
             "MLflow": "callbacks",
             "TensorBoard": "callbacks",
             "WeightsAndBiases": "callbacks",
-            "export_run_checkpoint": "exports.export",
+            "export_run_checkpoint": "export",
             "train": "trainer",
         },
     )

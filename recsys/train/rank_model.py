@@ -50,9 +50,8 @@ from recsys.train.build import (
     row_optimizer,
     tables_of,
 )
-from recsys.train.checkpoint.contents import Layout, Share
-from recsys.train.checkpoint.format import last_number, newest, row_ranges
-from recsys.train.checkpoint.writer import remove_unneeded
+from recsys.train.checkpoint.format import last_number, newest, remove_unneeded, row_ranges
+from recsys.train.checkpoint.restore import Layout, Share
 from recsys.train.ranks import any_of, gather_objects, num_ranks, rank
 
 if TYPE_CHECKING:

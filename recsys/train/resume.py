@@ -139,8 +139,8 @@ def _require_same_data(folder: RunFolder, saved: int, config: TrainConfig) -> No
         ConfigError: the data has another fingerprint.
     """
     from recsys.train.build import open_source
-    from recsys.train.checkpoint.contents import errors_of_state  # imports PyTorch
     from recsys.train.checkpoint.format import read_manifest, read_state
+    from recsys.train.checkpoint.restore import errors_of_state  # imports PyTorch
 
     place, found = folder.checkpoints_folder, open_source(config).fingerprint
     with errors_of_state():

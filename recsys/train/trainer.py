@@ -53,8 +53,7 @@ from recsys.train.build import (
 )
 from recsys.train.callbacks import RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint import Checkpoints
-from recsys.train.checkpoint.contents import Contents, errors_of_state
-from recsys.train.checkpoint.restore import restore
+from recsys.train.checkpoint.restore import Contents, errors_of_state, restore
 from recsys.train.evaluate import evaluate_split, with_ranking
 from recsys.train.progress import LOWER_LR, Progress
 from recsys.train.ranks import (

@@ -285,22 +285,6 @@ def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
     assert f"continue it by: recsys train --run {folder} --resume" in printed
 
 
-def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
-    from recsys.train.exports import FORMATS as MODEL_FORMATS
-    from recsys.train.exports import QUANTIZATIONS
-
-    def choices(*path):
-        parser = build_parser()
-        for name in path[:-1]:
-            (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-            parser = commands.choices[name]
-        (action,) = (a for a in parser._actions if a.dest == path[-1])
-        return tuple(action.choices)
-
-    assert choices("export", "to") == MODEL_FORMATS
-    assert choices("export", "quantize") == QUANTIZATIONS
-
-
 @pytest.mark.parametrize(
     ("number", "way_out"),
     [

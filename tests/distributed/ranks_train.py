@@ -16,8 +16,7 @@ from recsys.datasets import SyntheticCriteo
 from recsys.distributed.input_checks import InputChecks
 from recsys.errors import ConfigError, IdOutOfRange
 from recsys.train import Callback, train
-from recsys.train.checkpoint.format import piece_number
-from recsys.train.checkpoint.writer import PieceWriter
+from recsys.train.checkpoint.format import PieceWriter, piece_number
 from recsys.train.rank_model import average_gradients
 
 SETTINGS = (
@@ -213,10 +212,10 @@ def has_full_disks(rank, world, failing, **arguments):
     """
     finish, (begin, end) = PieceWriter.finish, failing[rank]
 
-    def fails(piece, tables):
+    def fails(piece):
         if begin <= piece_number(piece.path.name) < end:
             raise OSError(errno.ENOSPC, "No space left on device")
-        finish(piece, tables)
+        finish(piece)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PieceWriter, "finish", fails)

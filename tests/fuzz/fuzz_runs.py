@@ -23,7 +23,7 @@ from recsys.config import TrainConfig, load_config, to_toml, walk_keys
 from recsys.errors import ConfigError
 from recsys.report import write_report
 from recsys.train.build import build_model, open_source
-from recsys.train.exports.export import FORMATS, export_run
+from recsys.train.export import export_run
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 
@@ -74,7 +74,7 @@ def _damage_run(run, random):
 
 def attack_run(folder, random):
     _damage_run(folder / "run", random)
-    to = random.choice(FORMATS)
+    to = random.choice(["safetensors", "torch-export"])
 
     def use():
         run = RunFolder.open(folder / "run")

@@ -18,7 +18,7 @@ from recsys.datasets import Schema
 from recsys.datasets import write_store as write_frame
 from recsys.errors import AlreadyExists, ConfigError, StoreError, WeightsError
 from recsys.train.evaluate import open_saved_model
-from recsys.train.exports.program import dequantize, export_program, quantize_rows
+from recsys.train.export import _quantized, export_run
 from recsys.train.trainer import train
 from tests.train.test_models import CUSTOM, MODELS, POOLED, SMALL
 
@@ -72,7 +72,7 @@ def require_same_logits(run, file, sizes):
 def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
     run = trained(MODELS[name], str(table_store(has_weights=False)), tmp_path / "run")
 
-    export_program(run, tmp_path / "model.pt2")
+    export_run(run, "torch-export", tmp_path / "model.pt2")
 
     require_same_logits(run, tmp_path / "model.pt2", (1, 7, 300))
 
@@ -82,13 +82,13 @@ def test_a_table_that_a_loaded_program_would_not_find_is_refused(tmp_path, name)
     run = trained([], table_named(name, tmp_path), tmp_path / "run")
 
     with pytest.raises(ConfigError, match=re.escape(repr(name))):
-        export_program(run, tmp_path / "model.pt2")
+        export_run(run, "torch-export", tmp_path / "model.pt2")
 
 
 def test_other_names_of_tables_become_a_program_that_can_be_loaded(tmp_path):
     run = trained([], table_named("ä %28:/'{}<|>#?!-b", tmp_path), tmp_path / "run")
 
-    export_program(run, tmp_path / "model.pt2")
+    export_run(run, "torch-export", tmp_path / "model.pt2")
 
     torch.export.load(tmp_path / "model.pt2").module()
 
@@ -105,7 +105,7 @@ def test_a_program_of_one_row_per_feature_takes_a_matrix_and_runs_without_recsys
     data = "synthetic:criteo-kaggle"
     sizes = ["synthetic.num_samples=700", f"synthetic.table_sizes={[30] * 5}"]
     run = trained(sizes, data, tmp_path / "run")
-    export_program(run, tmp_path / "model.pt2")
+    export_run(run, "torch-export", tmp_path / "model.pt2")
     _, source, model = open_saved_model(run)
     batch = source.read(np.arange(40))
     ids = batch.sparse_features.values().view(5, 40).t().contiguous()
@@ -149,7 +149,7 @@ def test_a_class_of_ones_own_becomes_a_program(own_class, table_store, tmp_path,
     name, store = own_class(attribute, pool), str(table_store(has_weights=False))
     run = trained([name], store, tmp_path / "run")
 
-    export_program(run, tmp_path / "model.pt2")
+    export_run(run, "torch-export", tmp_path / "model.pt2")
 
     require_same_logits(run, tmp_path / "model.pt2", (1, 50))
 
@@ -161,7 +161,7 @@ def test_a_class_that_cannot_be_traced_is_refused(own_class, table_store, tmp_pa
     run = trained([own_class("", pool)], str(table_store(has_weights=False)), tmp_path / "run")
 
     with pytest.raises(ConfigError, match=r"torch\.export cannot trace Sum: .*tensor\.shape"):
-        export_program(run, tmp_path / "model.pt2")
+        export_run(run, "torch-export", tmp_path / "model.pt2")
 
     assert not list(tmp_path.glob("model.pt2*"))
 
@@ -174,7 +174,7 @@ def test_a_program_has_no_operation_of_recsys_and_refuses_what_are_not_bags(
     run = trained(
         ["model.pooling.item=mean"], str(table_store(has_weights=False)), tmp_path / "run"
     )
-    export_program(run, tmp_path / "model.pt2", quantize)
+    export_run(run, "torch-export", tmp_path / "model.pt2", quantize)
 
     program = torch.export.load(tmp_path / "model.pt2")
 
@@ -206,7 +206,7 @@ def test_int8_rows_change_auc_by_less_than_a_thousandth(tmp_path):
     ]
     run = trained(settings, "synthetic:criteo-kaggle", tmp_path / "run")
 
-    export_program(run, tmp_path / "model.pt2", "int8")
+    export_run(run, "torch-export", tmp_path / "model.pt2", "int8")
 
     program = torch.export.load(tmp_path / "model.pt2").module()
     _, source, model = open_saved_model(run)
@@ -252,16 +252,17 @@ def test_a_program_of_int8_rows_is_small_and_almost_as_good(table_store, tmp_pat
 
 
 def test_int8_rows_are_within_half_a_scale(monkeypatch):
-    monkeypatch.setattr("recsys.train.exports.program._BLOCK_BYTES", 100)
+    monkeypatch.setattr("recsys.train.export._BLOCK_BYTES", 100)
     torch.manual_seed(0)
     weight = torch.randn(33, 5) * torch.logspace(-6, 3, 33).unsqueeze(1)
     weight[4] = 0
 
-    rows, scales = quantize_rows(weight)
+    rows, scales = _quantized(weight)
 
     assert (rows.dtype, rows.shape, scales.shape) == (torch.int8, (33, 5), (33,))
-    assert torch.equal(dequantize(rows, scales)[4], weight[4])
-    differences = (dequantize(rows, scales) - weight).abs()
+    found = rows.float() * scales.unsqueeze(1)
+    assert torch.equal(found[4], weight[4])
+    differences = (found - weight).abs()
     assert (differences <= 0.5001 * scales.unsqueeze(1)).all()
     expected = [
         round(value / (max(map(abs, weight[7].tolist())) / 127)) for value in weight[7].tolist()
@@ -274,7 +275,7 @@ def test_a_row_that_is_not_finite_is_named():
     weight[6, 1] = torch.nan
 
     with pytest.raises(WeightsError, match="row 6 must be finite"):
-        quantize_rows(weight)
+        _quantized(weight)
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(table_store, tmp_path, monkeypatch):
@@ -286,22 +287,21 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(table_store, tmp_
     for name, quantize, error, named in (
         ("model", None, ConfigError, ".pt2"),
         ("there.pt2", None, AlreadyExists, "there.pt2"),
-        ("model.pt2", "int4", ConfigError, "quantize"),
     ):
         with pytest.raises(error, match=named):
-            export_program(run, tmp_path / name, quantize)
+            export_run(run, "torch-export", tmp_path / name, quantize)
     with monkeypatch.context() as full_disk:
         full_disk.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=99))
         with pytest.raises(OSError, match="No space"):
-            export_program(run, tmp_path / "model.pt2")
+            export_run(run, "torch-export", tmp_path / "model.pt2")
     monkeypatch.setattr("torch.export.save", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        export_program(run, tmp_path / "model.pt2")
+        export_run(run, "torch-export", tmp_path / "model.pt2")
 
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     store.rename(tmp_path / "moved")
     with pytest.raises(StoreError, match=str(store)):
-        export_program(run, tmp_path / "model.pt2")
+        export_run(run, "torch-export", tmp_path / "model.pt2")
 
 
 def test_int8_rows_are_for_programs_alone(tmp_path):

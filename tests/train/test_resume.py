@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.pipeline.stalls import stage_seconds
-from recsys.train.checkpoint.writer import PieceWriter
+from recsys.train.checkpoint.format import PieceWriter
 from tests.train.resumed_runs import (
     CASES,
     SETTINGS,

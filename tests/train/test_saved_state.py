@@ -11,7 +11,7 @@ from recsys.config import load_config
 from recsys.errors import ConfigError
 from recsys.train.build import build_model, open_source
 from recsys.train.evaluate import evaluate_run
-from recsys.train.exports.export import export_run, export_run_checkpoint
+from recsys.train.export import export_run, export_run_checkpoint
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 

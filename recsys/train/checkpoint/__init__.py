@@ -1,10 +1,8 @@
 """Checkpoints of a training run: written while it goes on, and restored exactly.
 
-format     the files: manifest, pieces, blocks
-contents   what is saved: tables, and everything else as one state
-writer     the background thread that writes them, durably
+format     the files, written durably: manifest, pieces, blocks
 save       `Checkpoints`: where a checkpoint is cut
-restore    `load_checkpoint`
+restore    `load_checkpoint`, and what a checkpoint holds
 """
 
 from recsys.train.checkpoint.format import newest

@@ -14,32 +14,40 @@ number of processes can read them. Rows that no piece has are zeros: optimizer s
 were never updated.
 
 In a block, `KEY` is the weight of the table with this key, and `KEY/NAME` an array of its
-optimizer's state. `KEY.rows`, (M,) int64 ascending, are the numbers of its rows. Without `KEY.rows`
-the block has a range of rows, which `piece.json` names. `recsys export --since` writes the same
-names.
+optimizer's state. `KEY.rows`, (M,) int64 ascending, are the numbers of its rows; one number alone
+is that of the first of consecutive rows. `recsys export --since` writes the same names.
 
 Manifests and `piece.json` are a line of JSON, and a line with its CRC-32. `piece.json` has the
 length and the CRC-32 of every other file.
+
+Files get their names in this order, each on the disk before the next: blocks, `piece.json`, the
+manifest, `LAST`. Only then are files deleted that neither this checkpoint nor the one before it
+needs. So a crash at any moment leaves the newest complete checkpoint readable.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
 import zlib
+from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors.torch import load as load_safetensors
+from safetensors.torch import load_file
 
-from recsys._support.files import appearing_whole
+from recsys._support.files import appearing_whole, flush_to_disk, lock_if_free
 from recsys._support.safetensors_dtypes import DTYPE_NAMES, DTYPES
+from recsys._support.sizes import format_bytes
 from recsys._version import __version__
 from recsys.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -47,39 +55,39 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK_BYTES",
     "OWN_NAME",
-    "PIECE_FILE",
     "PIECE_NAME",
     "ROWS",
-    "STATE_FILE",
     "Array",
-    "File",
     "Manifest",
     "Piece",
+    "PieceWriter",
     "Rows",
     "Table",
     "array_name",
-    "check_file",
+    "commit",
     "is_finished",
     "last_number",
     "manifest_numbers",
     "newest",
     "piece_number",
     "read_blocks",
+    "read_checkpoint",
     "read_manifest",
     "read_piece",
     "read_state",
+    "remove_unneeded",
+    "require_space",
     "row_ranges",
     "safetensors_header",
-    "set_newest",
-    "write_checked",
+    "whole_tables",
 ]
 
 BLOCK_BYTES = 16 * 2**20
-STATE_FILE, PIECE_FILE = "state.pt", "piece.json"
+_STATE_FILE, _PIECE_FILE = "state.pt", "piece.json"
 ROWS = ".rows"
 PIECE_NAME = re.compile(r"(full|delta)-([0-9]{8})(-[0-9]+)?")
 OWN_NAME = re.compile(r"LOCK|(LAST|[0-9]{8}\.json)(\.partial)?")
-_VERSION = 3
+_VERSION = 4
 _MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
 _READ_BYTES = 4 * 2**20
 
@@ -116,19 +124,11 @@ class Table(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file of a piece.
-
-    Attributes:
-        name: Its name in the piece's folder.
-        num_bytes: Its length.
-        crc32: CRC-32 of its content.
-        rows: For each table in it: its key, the first row, and the row after the last one.
-    """
+    """A file of a piece: its name, its length and the CRC-32 of its content."""
 
     name: str
     num_bytes: int
     crc32: int
-    rows: tuple[tuple[str, int, int], ...] = ()
 
 
 class Piece(NamedTuple):
@@ -142,12 +142,7 @@ class Piece(NamedTuple):
 
     name: str
     tables: dict[str, Table]
-    files: tuple[File, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.num_bytes for file in self.files)
+    files: list[File]
 
 
 class Manifest(NamedTuple):
@@ -159,19 +154,25 @@ class Manifest(NamedTuple):
         before: The checkpoint that was saved before it, which is kept, too; 0 if there is none.
         since: Number and id of earlier checkpoints, oldest first, whose later changes are the
             deltas with higher numbers.
-        pieces: Names of the pieces, in the order in which they are applied.
+        pieces: Bytes of each piece by its name, in the order in which they are applied.
     """
 
     number: int
     id: str
     before: int
-    since: tuple[tuple[int, str], ...]
-    pieces: tuple[str, ...]
+    since: list[tuple[int, str]]
+    pieces: dict[str, int]
 
     @property
     def deltas(self) -> list[str]:
         """The pieces that were written at this checkpoint: one of each process, by rank."""
         return [name for name in self.pieces if name.startswith(f"delta-{self.number:08}")]
+
+    @property
+    def has_large_deltas(self) -> bool:
+        """Whether a new full piece saves space, and time when the run is continued."""
+        of_full = sum(size for name, size in self.pieces.items() if name.startswith("full"))
+        return sum(self.pieces.values()) - of_full > max(of_full, BLOCK_BYTES)
 
 
 class Rows(NamedTuple):
@@ -179,16 +180,12 @@ class Rows(NamedTuple):
 
     Attributes:
         key: The table.
-        begin: The first row.
-        end: The row after the last one.
-        rows: Their numbers, (M,) int64 ascending; None for all from `begin` to `end`.
+        rows: Their numbers, (M,) int64 ascending; one alone is the first of consecutive rows.
         arrays: The rows of each array, (M, ...).
     """
 
     key: str
-    begin: int
-    end: int
-    rows: Tensor | None
+    rows: Tensor
     arrays: dict[str, Tensor]
 
 
@@ -200,7 +197,7 @@ def row_ranges(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
 
 def is_finished(folder: Path, piece: str) -> bool:
     """Whether all files of a piece were written."""
-    return (folder / piece / PIECE_FILE).is_file()
+    return (folder / piece / _PIECE_FILE).is_file()
 
 
 def array_name(key: str, array: str) -> str:
@@ -215,17 +212,14 @@ def piece_number(name: str) -> int:
 
 def manifest_numbers(folder: Path) -> list[int]:
     """Numbers of the checkpoints in a folder that have a manifest, ascending."""
-    if not folder.is_dir():
-        return []
-    names = [path.name for path in folder.iterdir() if _MANIFEST_NAME.fullmatch(path.name)]
-    return sorted(int(name.removesuffix(".json")) for name in names)
+    return sorted(
+        int(path.stem) for path in folder.glob("*.json") if _MANIFEST_NAME.fullmatch(path.name)
+    )
 
 
 def last_number(folder: Path) -> int:
     """The highest number in a folder, also of pieces that no manifest names; 0 if it is empty."""
-    if not folder.is_dir():
-        return 0
-    names = [path.name for path in folder.iterdir() if PIECE_NAME.fullmatch(path.name)]
+    names = [path.name for path in folder.glob("*-*") if PIECE_NAME.fullmatch(path.name)]
     return max([0, *map(piece_number, names), *manifest_numbers(folder)])
 
 
@@ -236,39 +230,33 @@ def newest(folder: Path) -> int | None:
         CheckpointError: the file `LAST` is damaged.
     """
     file = folder / "LAST"
-    try:
-        with file.open("rb") as opened:
-            name = opened.read(100).decode("ascii", "replace").strip()
-    except (FileNotFoundError, NotADirectoryError):
+    if not file.is_file():
         # A manifest is written after its pieces, so the checkpoint of each that exists is complete.
         return max(manifest_numbers(folder), default=None)
+    name = file.read_bytes()[:100].decode("ascii", "replace").strip()
     if not _MANIFEST_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{file}: must be the name of a manifest such as 00000012.json, got {name!r}; "
-            f"{_others(folder, None)}"
+            f"{file}: must be the name of a manifest such as 00000012.json, got {name!r}; delete "
+            "it (the manifest with the highest number is the newest one then)"
         )
     return int(name.removesuffix(".json"))
 
 
-def set_newest(folder: Path, number: int) -> None:
+def _set_newest(folder: Path, number: int) -> None:
     """Name the newest complete checkpoint; its files must be on the disk."""
     with appearing_whole(folder / "LAST") as partial:
         partial.write_text(f"{number:08}.json\n")
 
 
-def write_checked(file: Path, content: Manifest | Piece) -> None:
-    """Write a manifest or the list of a piece's files atomically.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
-    """
+def _write_checked(file: Path, content: Manifest | Piece) -> None:
+    """Write a manifest or the list of a piece's files atomically."""
     text = json.dumps({"version": _VERSION, "recsys": __version__, **content._asdict()})
     with appearing_whole(file) as partial:
         partial.write_text(f"{text}\n{zlib.crc32(text.encode())}\n")
 
 
-def _read_checked(file: Path, hint: str) -> Any:
-    """The content of a file that `write_checked` wrote.
+def _read_checked(file: Path) -> Any:
+    """The content of a file that `_write_checked` wrote.
 
     The version is compared first, since another one may have other lines.
 
@@ -278,20 +266,17 @@ def _read_checked(file: Path, hint: str) -> Any:
     try:
         text, _, crc32 = file.read_text(encoding="utf-8").partition("\n")
         content = json.loads(text)
-        if content["version"] != _VERSION:
-            hint = (
-                f"another recsys wrote this checkpoint ({content['recsys']}), and this is recsys "
-                f"{__version__}; load it with that one, or train from the start"
-            )
-            raise ValueError(f"version must be {_VERSION}, got {content['version']}")  # noqa: TRY301
-        if crc32 != f"{zlib.crc32(text.encode())}\n":
-            raise ValueError("its checksum is missing or differs")  # noqa: TRY301
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror}); {hint}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        version, writer = content["version"], content["recsys"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+        raise CheckpointError(f"{file}: cannot be read ({reason})") from error
+    if version != _VERSION:
         raise CheckpointError(
-            f"{file}: cannot be read ({type(error).__name__}: {str(error)[:500]}); {hint}"
-        ) from error
+            f"{file}: version must be {_VERSION}, got {version}: another recsys wrote this "
+            f"checkpoint ({writer}), and this is recsys {__version__}; load it with that one"
+        )
+    if crc32 != f"{zlib.crc32(text.encode())}\n":
+        raise CheckpointError(f"{file}: is damaged: its checksum is missing or differs")
     return content
 
 
@@ -307,12 +292,10 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
     """
     number = newest(folder) if number is None else number
     if number is None:
-        raise CheckpointError(
-            f"{folder}: has no complete checkpoint (no file LAST); train until one is written"
-        )
-    content = _read_checked(folder / f"{number:08}.json", _others(folder, number))
-    since = tuple((earlier, name) for earlier, name in content["since"])
-    return Manifest(number, content["id"], content["before"], since, tuple(content["pieces"]))
+        raise CheckpointError(f"{folder}: has no complete checkpoint (no file LAST)")
+    content = _read_checked(folder / f"{number:08}.json")
+    since = [(earlier, name) for earlier, name in content["since"]]
+    return Manifest(number, content["id"], content["before"], since, content["pieces"])
 
 
 def read_piece(folder: Path, name: str) -> Piece:
@@ -321,21 +304,86 @@ def read_piece(folder: Path, name: str) -> Piece:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    content = _read_checked(folder / name / PIECE_FILE, "the checkpoint is not complete")
+    content = _read_checked(folder / name / _PIECE_FILE)
     tables = {
-        key: Table(begin, end, {array: Array(*each) for array, each in arrays.items()})
+        key: Table(begin, end, {name: Array(*array) for name, array in arrays.items()})
         for key, (begin, end, arrays) in content["tables"].items()
     }
-    files = tuple(File(*each) for each in content["files"])
-    return Piece(name, tables, files)
+    return Piece(name, tables, [File(*file) for file in content["files"]])
 
 
-def _others(folder: Path, number: int | None) -> str:
-    """The hint of an error: which other checkpoints there are."""
-    others = [str(each) for each in manifest_numbers(folder) if each != number]
-    if not others:
-        return "there is no other one; train from the start, or copy one here from elsewhere"
-    return f"load another by its number, {' or '.join(others)} (--checkpoint {others[-1]})"
+def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, list[Piece]]:
+    """Read a manifest and its pieces, and check the length and the checksum of every file.
+
+    Args:
+        folder: The folder of checkpoints.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another version. The message names
+            another one that is whole, if there is one.
+    """
+    try:
+        manifest = read_manifest(folder, number)
+        return manifest, _whole_pieces(folder, manifest)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{error}; {_whole_other(folder, number)}") from error
+
+
+def _whole_pieces(folder: Path, manifest: Manifest) -> list[Piece]:
+    """The pieces of a checkpoint, after a check of every file.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        OSError: a file is missing.
+    """
+    pieces = [read_piece(folder, name) for name in manifest.pieces]
+    for piece in pieces:
+        for file in piece.files:
+            if file.name != _STATE_FILE or piece.name in manifest.deltas:
+                path = folder / piece.name / file.name
+                found = _described(path)
+                if found != file:
+                    raise CheckpointError(
+                        f"{path}: is damaged: its {found.num_bytes} bytes have the CRC-32 "
+                        f"{found.crc32}, and {file.num_bytes} with {file.crc32} were written"
+                    )
+    return pieces
+
+
+def _whole_other(folder: Path, number: int | None) -> str:
+    """The hint where a checkpoint is damaged: the newest other one whose files are whole."""
+    for other in reversed(manifest_numbers(folder)):
+        if other != number:
+            with suppress(CheckpointError, OSError):
+                _whole_pieces(folder, read_manifest(folder, other))
+                return (
+                    f"checkpoint {other} is whole: load that one by its number "
+                    f"(--checkpoint {other})"
+                )
+    return "no other checkpoint in this folder is whole; train from the start"
+
+
+def _described(path: Path) -> File:
+    """The length and the checksum of a file."""
+    crc32 = num_bytes = 0
+    with path.open("rb") as opened:
+        while content := opened.read(_READ_BYTES):
+            crc32 = zlib.crc32(content, crc32)
+            num_bytes += len(content)
+    return File(path.name, num_bytes, crc32)
+
+
+def whole_tables(manifest: Manifest, pieces: Sequence[Piece]) -> dict[str, Table]:
+    """The tables of a checkpoint, of all processes, with the number of all rows as their end."""
+    found: dict[str, Table] = {}
+    for piece in pieces:
+        if piece.name in manifest.deltas:
+            for key, table in piece.tables.items():
+                known = found.get(key, table)
+                end, arrays = max(known.end, table.end), known.arrays | table.arrays
+                found[key] = Table(0, end, arrays)
+    return found
 
 
 def safetensors_header(
@@ -350,18 +398,10 @@ def safetensors_header(
     Args:
         tensors: Dtype and shape of each tensor, by name, in the order of their data.
         metadata: Further texts.
-
-    Raises:
-        CheckpointError: the file cannot hold a dtype.
     """
     content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, end = {}, 0
     for name, (dtype, shape) in tensors.items():
-        if dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"{name}: a safetensors file holds {sorted(map(str, DTYPE_NAMES))}, got {dtype}; "
-                "convert it"
-            )
         begins[name], end = end, end + prod(shape) * dtype.itemsize
         offsets = [begins[name], end]
         content[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": offsets}
@@ -371,34 +411,18 @@ def safetensors_header(
     return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
-def check_file(folder: Path, piece: str, file: File) -> None:
-    """Check the length and the checksum of a file.
-
-    Raises:
-        CheckpointError: it is missing, cut off or changed.
-    """
-    for _ in _content_of(folder / piece / file.name, file, _READ_BYTES):
-        pass
-
-
 def read_blocks(folder: Path, piece: Piece) -> Iterator[Rows]:
-    """The rows of a piece, block by block.
-
-    Raises:
-        CheckpointError: a file is missing, cut off or changed.
-    """
+    """The rows of a piece, block by block; `read_checkpoint` has checked its files."""
     for file in piece.files:
-        if not file.rows:
-            continue
-        content = b"".join(_content_of(folder / piece.name / file.name, file, file.num_bytes))
-        tensors: dict[str, Tensor] = load_safetensors(content)
-        for key, begin, end in file.rows:
-            arrays = {
-                name: tensors[array_name(key, name)]
-                for name in piece.tables[key].arrays
-                if array_name(key, name) in tensors
-            }
-            yield Rows(key, begin, end, tensors.get(key + ROWS), arrays)
+        if file.name != _STATE_FILE:
+            tensors = load_file(folder / piece.name / file.name)
+            for key in piece.tables.keys() & tensors.keys():
+                arrays = {
+                    name: tensors[array_name(key, name)]
+                    for name in piece.tables[key].arrays
+                    if array_name(key, name) in tensors
+                }
+                yield Rows(key, tensors[key + ROWS], arrays)
 
 
 def read_state(folder: Path, piece: str, *, is_mapped: bool = False) -> dict[str, Any]:
@@ -412,7 +436,7 @@ def read_state(folder: Path, piece: str, *, is_mapped: bool = False) -> dict[str
     Raises:
         CheckpointError: the file cannot be read.
     """
-    file = folder / piece / STATE_FILE
+    file = folder / piece / _STATE_FILE
     try:
         state: dict[str, Any] = torch.load(
             file, map_location="cpu", weights_only=True, mmap=is_mapped
@@ -422,22 +446,129 @@ def read_state(folder: Path, piece: str, *, is_mapped: bool = False) -> dict[str
     return state
 
 
-def _content_of(path: Path, file: File, num_bytes: int) -> Iterator[bytes]:
-    """The content of a file, so many bytes at a time; its length is checked first.
+class PieceWriter:
+    """Writes one piece; the first error ends it and removes its files.
+
+    Args:
+        folder: The folder of checkpoints.
+        name: Name of the piece.
+        tables: As in `Piece`.
+
+    Attributes:
+        path: The folder of the piece.
+        tables: As given.
+        error: What ended it; None while all is well.
+    """
+
+    def __init__(self, folder: Path, name: str, tables: dict[str, Table]) -> None:
+        self.path, self.tables = folder / name, tables
+        self.error: Exception | None = None
+        self._files: list[File] = []
+
+    def run(self, step: Callable[..., None], *given: Any) -> None:
+        """Do one step of writing, unless an earlier one has failed."""
+        if self.error is not None:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            step(*given)
+        except Exception as error:  # the thread goes on, and training is told
+            self.error = error
+            self.remove()
+
+    def write_rows(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write a block, straight from the memory of CPU tensors, and flush it to the disk."""
+        path = self.path / f"block-{len(self._files):05}.safetensors"
+        header, _ = safetensors_header(
+            {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        )
+        views = (each.contiguous().view(-1).view(torch.uint8).numpy() for each in tensors.values())
+        contents: list[bytes | memoryview] = [header, *(view.data for view in views)]
+        crc32 = 0
+        with path.open("wb") as file:
+            for content in contents:
+                file.write(content)
+                crc32 = zlib.crc32(content, crc32)
+            file.flush()
+            os.fsync(file.fileno())
+            self._files.append(File(path.name, file.tell(), crc32))
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Write everything but tables: in the training thread, because it is not copied."""
+        with (self.path / _STATE_FILE).open("wb") as file:
+            torch.save(state, file)
+
+    def finish(self) -> None:
+        """Flush everything to the disk, and write `piece.json`."""
+        state = self.path / _STATE_FILE
+        if state.exists():
+            flush_to_disk(state)
+            self._files.append(_described(state))
+        _write_checked(self.path / _PIECE_FILE, Piece(self.path.name, self.tables, self._files))
+        flush_to_disk(self.path.parent)
+
+    def remove(self) -> None:
+        """Remove the files that were written so far."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Write a manifest whose pieces are on the disk, and name it as the newest.
 
     Raises:
-        CheckpointError: as for `check_file`.
+        OSError: the disk is full, or cannot be written.
     """
-    crc32 = 0
+    file = folder / f"{manifest.number:08}.json"
     try:
-        found = path.stat().st_size
-        if found != file.num_bytes:
-            raise CheckpointError(f"{path}: must have {file.num_bytes} bytes, has {found}")
-        with path.open("rb") as opened:
-            while content := opened.read(num_bytes):
-                crc32 = zlib.crc32(content, crc32)
-                yield content
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if crc32 != file.crc32:
-        raise CheckpointError(f"{path}: is damaged: its checksum differs")
+        _write_checked(file, manifest)
+        _set_newest(folder, manifest.number)
+    except Exception:
+        with suppress(OSError, CheckpointError):
+            if newest(folder) == manifest.number:  # only flushing the name of `LAST` has failed
+                return
+            file.unlink(missing_ok=True)
+        raise
+
+
+def remove_unneeded(folder: Path, *, unfinished: bool = False) -> None:
+    """Delete everything that neither the newest checkpoint nor the one before it needs.
+
+    Files that cannot be deleted stay, and all stay while another process reads the folder.
+
+    Args:
+        folder: The folder of checkpoints.
+        unfinished: Also delete pieces that are newer, which a process that was killed has left.
+    """
+    with suppress(OSError, CheckpointError), lock_if_free(folder) as is_locked:
+        if not is_locked:  # the next checkpoint deletes them
+            return
+        last = newest(folder) or 0
+        kept = [read_manifest(folder, last)] if last else []
+        if kept and kept[0].before in manifest_numbers(folder):
+            kept.append(read_manifest(folder, kept[0].before))
+        numbers = {manifest.number for manifest in kept}
+        needed = {name for manifest in kept for name in manifest.pieces}
+        for number in manifest_numbers(folder):
+            if number not in numbers:
+                (folder / f"{number:08}.json").unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if PIECE_NAME.fullmatch(path.name):
+                if path.name not in needed and (unfinished or piece_number(path.name) <= last):
+                    shutil.rmtree(path, ignore_errors=True)
+            elif OWN_NAME.fullmatch(path.name) and path.name.endswith(".partial"):
+                path.unlink(missing_ok=True)
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Refuse to begin a piece that the disk has no room for.
+
+    Raises:
+        OSError: there is too little space.
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{folder}: {format_bytes(num_bytes)} are needed, and {format_bytes(free)} are free "
+            f"({os.strerror(errno.ENOSPC)})",
+        )

@@ -16,48 +16,43 @@ the pieces of all are there.
 from __future__ import annotations
 
 import secrets
+import signal
 import threading
-import time
 import warnings
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import finalize
 
 import torch
 
 from recsys._support.files import alone_with, make_folders
-from recsys._support.torch_compat import DisableTorchFunctionSubclass
+from recsys._support.machine import lower_thread_priority
 from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
-from recsys.train.checkpoint.contents import Contents, listed
 from recsys.train.checkpoint.format import (
     BLOCK_BYTES,
     OWN_NAME,
     PIECE_NAME,
     ROWS,
     Manifest,
+    PieceWriter,
     array_name,
+    commit,
     is_finished,
     last_number,
     newest,
     read_manifest,
     read_piece,
-    read_state,
-    row_ranges,
-)
-from recsys.train.checkpoint.restore import require_same
-from recsys.train.checkpoint.writer import (
-    PieceWriter,
-    WritingThread,
-    commit,
     remove_unneeded,
     require_space,
-    signals_held,
+    row_ranges,
 )
+from recsys.train.checkpoint.restore import Contents, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -66,8 +61,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from recsys.embeddings.saved_tables import SavedTable
-    from recsys.train.checkpoint.contents import Share
-    from recsys.train.checkpoint.format import Array, Table
+    from recsys.train.checkpoint.format import Table
+    from recsys.train.checkpoint.restore import Share
 
 __all__ = ["Checkpoints", "save_checkpoint"]
 
@@ -75,8 +70,8 @@ __all__ = ["Checkpoints", "save_checkpoint"]
 _EXPECTED = OSError, CheckpointError, MemoryError
 _LISTED_WORDS = 2**14  # a million rows: their numbers take 8 MiB
 _POLL_SECONDS = 0.02  # how often the first process looks for the pieces of the others
-_Range = tuple[str, int, int]  # a table, its first row and the row after the last one
 _PATIENCE = 10.0  # seconds that it waits for them at an end that they may not come to
+_THREAD_NAME = "recsys-checkpoints"
 
 
 def save_checkpoint(
@@ -126,9 +121,10 @@ class Checkpoints:
     """Saves a model, its optimizers and a state in a folder; a context manager that closes it.
 
     From `prepare` to `close`, rows may be changed by updates only, or by torch operations on the
-    tables' `weight`; `ChangedRows` lists the other writes. A failure to write, such as a full disk,
-    does not end the training: it warns, and the next `save` tries again. One object at a time may
-    write to a folder. An object that is dropped without `close` is closed, but does not warn.
+    tables' `weight`, which keep their dtype; `ChangedRows` lists the other writes. A failure to
+    write, such as a full disk, does not end the training: it warns, and the next `save` tries
+    again. One object at a time may write to a folder. An object that is dropped without `close` is
+    closed, but does not warn.
 
     Args:
         folder: The folder of checkpoints; made if it does not exist.
@@ -141,7 +137,7 @@ class Checkpoints:
             Then `save` and `wait` are collectives.
 
     Raises:
-        CheckpointError: `after` is not a complete checkpoint, or it is of another model.
+        CheckpointError: `after` is not a complete checkpoint.
         ConfigError: another object writes to `folder`.
         AlreadyExists: `folder` holds something else.
     """
@@ -161,17 +157,14 @@ class Checkpoints:
         _require_only_checkpoints(self._folder)
         self._contents = Contents(model, listed(optimizers), share)
         make_folders(self._folder)
-        self._last: Manifest | None = None  # known to the first process
+        self._last: Manifest | None = None  # the newest that is known to be complete
         self._full: PieceWriter | None = None  # that no checkpoint has yet
         self._full_copied: Future[None]
-        self._is_outgrown = False  # the full piece, by the deltas
         self._continues = after is not None  # the last checkpoint, by a delta
         self._cut: _Cut | None = None
-        self._weights: dict[str, tuple[int, Array]] = {}  # as they were saved
-        self._sizes: dict[str, int] = {}  # bytes of each piece
         self._counts = {"num_saved": 0, "num_failed": 0, "written_bytes": 0}
-        self._seconds = 0.0
         with ExitStack() as stack:
+            number = after
             if not self._rank:
                 refusal = (
                     f"another Checkpoints is at work in {self._folder}; close it, or choose "
@@ -180,19 +173,17 @@ class Checkpoints:
                 stack.enter_context(alone_with(self._folder / "LOCK", refusal))
                 last = newest(self._folder)
                 number = last if after is None else after
-                self._last = None if number is None else read_manifest(self._folder, number)
                 if share is None and number == last:  # else what is continued is deleted, maybe
                     remove_unneeded(self._folder, unfinished=True)
+            self._last = None if number is None else read_manifest(self._folder, number)
             self._number = last_number(self._folder) if share is None else share.numbers_after
             if after is not None:
-                manifest = read_manifest(self._folder, after)
-                pieces = [read_piece(self._folder, name) for name in manifest.pieces]
-                saved = read_state(self._folder, manifest.deltas[0], is_mapped=True)
-                require_same(manifest, pieces, saved, self._contents)
-                self._sizes = {piece.name: piece.num_bytes for piece in pieces}
                 self._contents.tables.track()
             lock = stack.pop_all()
-        self._buffer_bytes, self._thread = buffer_bytes, WritingThread(buffer_bytes)
+        self._buffer_bytes = buffer_bytes
+        self._thread = ThreadPoolExecutor(1, _THREAD_NAME, lower_thread_priority)
+        # Blocks that may wait; one more is being filled.
+        self._room = threading.Semaphore(max(1, buffer_bytes // BLOCK_BYTES - 1))
         # Runs also when the last reference is dropped, and when the interpreter exits.
         self._release = finalize(self, _release, self._thread, self._contents, lock)
 
@@ -200,10 +191,16 @@ class Checkpoints:
         """Start to copy every row in the background, unless there is a full piece already.
 
         Returns at once. The first `save` waits until the copy is complete.
+
+        Raises:
+            ConfigError: this object is closed.
         """
-        self._require_open()
+        if not self._release.alive:
+            raise ConfigError(
+                f"{self._folder}: this object is closed and cannot save; make another `Checkpoints`"
+            )
         if not self._continues and self._full is None:
-            with signals_held():
+            with _signals_held():
                 self._contents.tables.track()
                 self._copy_every_row()
 
@@ -227,13 +224,10 @@ class Checkpoints:
 
         Raises:
             CheckpointError: a value cannot be saved.
-            ConfigError: this object is closed, `loader` or another argument has no `state_dict`,
-                `loader` counts mini-batches that wait in `pipeline` as trained on, or the dtype or
-                the size of a table has changed.
+            ConfigError: this object is closed, `loader` or another argument has no `state_dict`, or
+                `loader` counts mini-batches that wait in `pipeline` as trained on.
         """
-        self._require_open()
         _require_trained_position(pipeline, loader)
-        begin = time.perf_counter()
         small = self._contents.state(
             {
                 "pipeline": _states_of("pipeline", pipeline),
@@ -244,12 +238,20 @@ class Checkpoints:
         )
         self._settle()
         self.prepare()
-        self._finish_copy()
-        with signals_held():
+        if self._full is not None:
+            # A row that is updated after the cut is not in its delta, so it must be copied by then.
+            self._full_copied.result()
+            error = self._full.error
+            if any(self._gather(error is not None)) and self._continues:
+                self._full = None
+                if error is not None:
+                    _warn("rows could not be copied again, and deltas go on", error)
+        # Before the cut, after which the first process may know a newer checkpoint than the others.
+        is_outgrown = self._last is not None and self._last.has_large_deltas
+        with _signals_held():
             self._take(small)
-            if self._is_outgrown and self._full is None:
+            if is_outgrown and self._full is None:
                 self._copy_every_row()
-        self._seconds += time.perf_counter() - begin
 
     def wait(self, *, strict: bool = False) -> int | None:
         """Wait until the last `save` is on the disk.
@@ -258,8 +260,7 @@ class Checkpoints:
             strict: Raise if it could not be written.
 
         Returns:
-            Number of the newest complete checkpoint; None if there is none. Of several processes,
-            only the first one knows it.
+            Number of the newest complete checkpoint; None if there is none.
 
         Raises:
             OSError, CheckpointError: with `strict`, the last `save` could not be written.
@@ -270,10 +271,7 @@ class Checkpoints:
     @property
     def newest(self) -> int | None:
         """Number of the newest checkpoint that is known to be complete, without waiting for any."""
-        cut, manifest = self._cut, self._last
-        if cut is not None and cut.manifest is not None:
-            manifest = cut.manifest
-        return None if manifest is None else manifest.number
+        return None if self._last is None else self._last.number
 
     def close(self) -> None:
         """Write what waits, and stop recording updated rows. Another call does nothing.
@@ -287,9 +285,9 @@ class Checkpoints:
                 self._settle()
             elif self._cut is not None:
                 with suppress(TimeoutError):
-                    self._cut.committed.exception(_PATIENCE)
+                    self._committed.exception(_PATIENCE)
         finally:
-            self._end()
+            self.give_up()
 
     def __enter__(self) -> Self:
         return self
@@ -300,316 +298,264 @@ class Checkpoints:
     def give_up(self) -> None:
         """End at once, without writing what waits; complete checkpoints stay."""
         if self._cut is not None:
-            self._cut.delta.stop()
-        self._end()
+            self._cut.is_given_up.set()
+        self._thread.shutdown(cancel_futures=True)
+        if not self._rank:
+            remove_unneeded(self._folder, unfinished=True)
+        self._release()
 
     def describe(self) -> dict[str, Any]:
-        """For a run record: what was saved since this object was made, and what it cost.
+        """For a run record: what was saved since this object was made.
 
-        `exposed_seconds` is the time that training waited in `save`, `memory_bytes` the memory for
-        the record of updated rows and for blocks that may wait.
+        `memory_bytes` is the memory for the record of updated rows and for blocks that may wait.
         """
         record = self._contents.tables.tracked_bytes
-        memory_bytes = record + self._buffer_bytes if record else 0
-        return {**self._counts, "exposed_seconds": self._seconds, "memory_bytes": memory_bytes}
+        return {**self._counts, "memory_bytes": record + self._buffer_bytes if record else 0}
 
     def _take(self, small: dict[str, Any]) -> None:
         """The cut: copy the rows that have changed and everything else, and queue the manifest."""
-        contents, put = self._contents, self._thread.put
-        contents.tables.flush()
-        tables = contents.describe_tables()
-        weights = {key: (table.end, table.arrays["weight"]) for key, table in tables.items()}
-        if weights != (self._weights or weights):
-            raise ConfigError(
-                f"{self._folder}: the dtype or the size of a table has changed since the last "
-                "checkpoint; begin a new folder"
-            )
-        self._weights = weights
+        tables = self._contents.tables
+        tables.flush()
+        described = self._contents.describe_tables()
         self._number += 1
-        delta = PieceWriter(self._folder, self._name_of("delta", self._number))
-        bits = contents.tables.take_changed()
+        delta = self._new_piece("delta", self._number, described)
+        bits = tables.take_changed()
         try:
             delta.run(delta.write_state, small)
-            builder = _BlockBuilder(lambda *block: put(delta.run, delta.write_rows, *block))
-            for table, of_table in zip(contents.tables.tables, bits, strict=True):
-                _add_rows(builder, table, tables[table.key], of_table)
-            builder.flush()
-            written = put(_finish, delta, tables, self._full)
+            for block in _blocks(tables.tables, described, bits):
+                self._put(delta.run, delta.write_rows, _read(block))
+            finished = self._put(delta.run, delta.finish)
         except BaseException:
-            put(delta.remove)
-            contents.tables.put_back(bits)
+            self._put(delta.remove)
+            tables.put_back(bits)
             raise
-        self._cut = cut = _Cut(self._number, delta, self._full, bits, written)
-        if not self._rank:
-            cut.committed = put(self._commit, cut)
+        pieces = [delta] if self._full is None else [self._full, delta]
+        self._cut = cut = _Cut(self._number, pieces, bits, finished, threading.Event())
+        self._committed = self._put(self._commit, cut)
 
     def _commit(self, cut: _Cut) -> None:
-        """In the writing thread of the first process: complete a checkpoint.
+        """In the writing thread: complete a checkpoint; the first process writes the manifest.
 
         Raises:
-            CheckpointError: pieces of another process do not come.
-            OSError: the disk is full, or cannot be written.
-            _FilesLost: earlier pieces were deleted.
+            CheckpointError: pieces of another process do not come, or earlier ones were deleted.
+            Exception: this process could not write its pieces.
         """
-        cut.written.result()
+        for piece in cut.pieces:
+            if piece.error is not None:
+                raise piece.error
+        if self._rank:
+            return
         folder, last = self._folder, self._last
-        own = [cut.delta] if cut.full is None else [cut.full, cut.delta]
         ranks = range(1 if self._share is None else self._share.num_ranks)
-        new = [piece.path.name + _suffix(rank) for piece in own for rank in ranks]
-        while not all(is_finished(folder, name) for name in new):
+        names = [piece.path.name + _suffix(rank) for piece in cut.pieces for rank in ranks]
+        while not all(is_finished(folder, name) for name in names):
             if cut.is_given_up.wait(_POLL_SECONDS):
                 raise CheckpointError("another process has not written its rows")
-        self._sizes |= {name: read_piece(folder, name).num_bytes for name in new}
-        before = () if last is None or not self._continues else ((last.number, last.id),)
-        if cut.full is None:
+        sizes = {
+            name: sum(file.num_bytes for file in read_piece(folder, name).files) for name in names
+        }
+        since = [(last.number, last.id)] if last is not None and self._continues else []
+        if len(cut.pieces) == 1:
             assert last is not None
             lost = [name for name in last.pieces if not is_finished(folder, name)]
             if lost:
                 raise _FilesLost(f"{lost[0]} was deleted; the next checkpoint copies every row")
-            new, before = [*last.pieces, *new], (*last.since, *before)
-        number_before = 0 if last is None else last.number
-        new_id = secrets.token_hex(8)
-        manifest = Manifest(cut.number, new_id, number_before, before, tuple(new))
+            sizes, since = last.pieces | sizes, last.since + since
+        before = 0 if last is None else last.number
+        manifest = Manifest(cut.number, secrets.token_hex(8), before, since, sizes)
         commit(folder, manifest)
         remove_unneeded(folder)
-        cut.manifest = manifest
+        self._last = manifest
 
     def _settle(self, *, strict: bool = False) -> None:
         """Wait until the last `save` is written, and take over its result. A collective."""
         cut = self._cut
         if cut is None:
             return
-        failed = self._gather(cut.written.exception() is not None)
-        if any(failed):
+        cut.finished.result()
+        if any(self._gather(any(piece.error is not None for piece in cut.pieces))):
             cut.is_given_up.set()
-        error = cut.committed.exception()
-        # If only flushing `LAST` has failed, the checkpoint is there.
-        is_complete = error is None or newest(self._folder) == cut.number
-        is_complete, has_lost = self._gather((is_complete, isinstance(error, _FilesLost)))[0]
-        has_full_failed = cut.full is not None and any(self._gather(cut.full.error is not None))
-        with signals_held():
+        error = self._committed.exception()
+        state = self._last, error is None, isinstance(error, _FilesLost)
+        last, is_complete, has_lost = self._gather(state)[0]
+        with _signals_held():
             self._cut = None
+            self._last = last
             self._counts["num_saved" if is_complete else "num_failed"] += 1
             if is_complete:
                 self._continues = True
-                if not self._rank:
-                    self._last = cut.manifest or read_manifest(self._folder, cut.number)
-                    deltas = [self._sizes[name] for name in self._last.deltas]
-                    self._counts["written_bytes"] += sum(deltas)
+                self._counts["written_bytes"] += sum(last.pieces[name] for name in last.deltas)
             else:
-                cut.delta.remove()
+                for piece in cut.pieces:
+                    piece.remove()
                 self._contents.tables.put_back(cut.bits)
                 self._continues &= not has_lost
-            if self._full is cut.full and (is_complete or has_full_failed):
+            if self._full in cut.pieces:
                 self._full = None
-        self._is_outgrown = self._gather(self._are_deltas_large())[0]
         if error is None:
             return
         if strict or not isinstance(error, _EXPECTED):
             raise error
-        number = self.newest
-        complete = (
-            "there is no complete one"
-            if number is None
-            else f"the newest complete one is checkpoint {number}"
-        )
         what = f"a checkpoint could not be written to {self._folder}, and training goes on"
-        _warn(f"{what}; {complete}", error)
-
-    def _finish_copy(self) -> None:
-        """Wait for the copy of every row, if one is under way. A collective.
-
-        A row that is updated after the cut is not in its delta, so it must be copied by then.
-        """
-        if self._full is None:
-            return
-        self._full_copied.result()
-        if any(self._gather(self._full.error is not None)) and self._continues:
-            if self._full.error is not None:
-                _warn("rows could not be copied again, and deltas go on", self._full.error)
-            self._full = None
-
-    def _are_deltas_large(self) -> bool:
-        """Whether a new full piece saves space and time when the run is continued."""
-        pieces = () if self._last is None else self._last.pieces
-        of_full = sum(self._sizes[name] for name in pieces if name.startswith("full"))
-        of_all = sum(self._sizes[name] for name in pieces)
-        return of_all - of_full > max(of_full, BLOCK_BYTES)
+        _warn(f"{what}; the newest complete one is {self.newest or 'none'}", error)
 
     def _copy_every_row(self) -> None:
-        """Start to copy every row to a full piece, which the next checkpoint has."""
-        self._full = PieceWriter(self._folder, self._name_of("full", self._number + 1))
-        tables, described = self._contents.tables.tables, self._contents.describe_tables()
-        task = _copy_every_row, self._folder, self._full, tables, described
-        self._full_copied = self._thread.put(self._full.run, *task)
+        """Start to copy every row to a full piece, which the next checkpoint has.
 
-    def _name_of(self, kind: str, number: int) -> str:
-        return f"{kind}-{number:08}{_suffix(self._rank)}"
+        Rows are read in the writing thread, block by block.
+        """
+        tables, described = self._contents.tables.tables, self._contents.describe_tables()
+        self._full = full = self._new_piece("full", self._number + 1, described)
+        num_bytes = sum(
+            (end - begin) * array.row_bytes
+            for begin, end, arrays in described.values()
+            for array in arrays.values()
+        )
+        self._thread.submit(full.run, require_space, self._folder, num_bytes)
+        for block in _blocks(tables, described):
+            self._thread.submit(full.run, lambda block: full.write_rows(_read(block)), block)
+        self._full_copied = self._thread.submit(full.run, full.finish)
+
+    def _new_piece(self, kind: str, number: int, tables: dict[str, Table]) -> PieceWriter:
+        return PieceWriter(self._folder, f"{kind}-{number:08}{_suffix(self._rank)}", tables)
+
+    def _put(self, task: Callable[..., Any], *given: Any) -> Future[Any]:
+        """Queue a task in the writing thread; waits while too many wait."""
+        room = self._room
+        room.acquire()
+        future = self._thread.submit(task, *given)
+        future.add_done_callback(lambda _: room.release())  # has no reference to this object
+        return future
 
     def _gather(self, value: Any) -> list[Any]:
         """What every process gave, by rank. A collective."""
         return [value] if self._share is None else self._share.gather(value)
 
-    def _end(self) -> None:
-        """Stop what is under way, end the thread, and remove what no checkpoint has."""
-        if self._cut is not None:
-            self._cut.is_given_up.set()
-        if self._full is not None:
-            self._full.stop()
-        self._thread.close()
-        if self._full is not None and self._cut is None:  # no checkpoint has it
-            self._full.remove()
-        if not self._rank:
-            remove_unneeded(self._folder, unfinished=self._share is None)
-        self._release()
 
-    def _require_open(self) -> None:
-        if not self._release.alive:
-            raise ConfigError(
-                f"{self._folder}: this object is closed and cannot save; make another `Checkpoints`"
-            )
-
-
-class _Cut:
+class _Cut(NamedTuple):
     """A checkpoint while it is written.
 
     Attributes:
         number: Its number.
-        delta: Its delta.
-        full: The full piece that it is the first to have, if any.
+        pieces: Its delta, after the full piece that it is the first to have, if any.
         bits: The rows in the delta.
-        written: Done when this process has written its pieces.
-        manifest: The checkpoint, once the first process has completed it.
-        committed: Done when the checkpoint is complete, on the first process; else as `written`.
+        finished: Done when this process has written its pieces, or failed.
         is_given_up: Set when other processes will not write theirs.
     """
 
-    def __init__(
-        self,
-        number: int,
-        delta: PieceWriter,
-        full: PieceWriter | None,
-        bits: Sequence[NDArray[np.uint64]],
-        written: Future[Any],
-    ) -> None:
-        self.number, self.delta, self.full, self.bits = number, delta, full, bits
-        self.written = self.committed = written
-        self.manifest: Manifest | None = None
-        self.is_given_up = threading.Event()
+    number: int
+    pieces: list[PieceWriter]
+    bits: list[NDArray[np.uint64]]
+    finished: Future[None]
+    is_given_up: threading.Event
 
 
 class _FilesLost(CheckpointError):
     """Files that a new checkpoint needs were deleted."""
 
 
-class _BlockBuilder:
-    """Collects rows, and passes them on in blocks of about `BLOCK_BYTES`.
+class _Part(NamedTuple):
+    """Rows of a table that a block has.
 
-    Args:
-        emit: Called with the tensors of each block by name, and its rows as in `File`.
-    """
-
-    def __init__(self, emit: Callable[[dict[str, Tensor], list[_Range]], Any]) -> None:
-        self._emit = emit
-        self._tensors: dict[str, Tensor] = {}
-        self._rows: list[_Range] = []
-        self._num_bytes = 0
-
-    def add(self, tensors: dict[str, Tensor], rows: _Range) -> None:
-        """Add rows of all arrays of a table, which one block has together."""
-        num_bytes = sum(each.nbytes for each in tensors.values())
-        if self._num_bytes + num_bytes > BLOCK_BYTES or tensors.keys() & self._tensors.keys():
-            self.flush()
-        self._tensors |= tensors
-        self._rows.append(rows)
-        self._num_bytes += num_bytes
-
-    def flush(self) -> None:
-        """Pass on what was collected."""
-        if self._rows:
-            self._emit(self._tensors, self._rows)
-        self._tensors, self._rows, self._num_bytes = {}, [], 0
-
-
-def _copy_every_row(
-    folder: Path, full: PieceWriter, tables: Sequence[SavedTable], described: dict[str, Table]
-) -> None:
-    """In the writing thread: write a full piece while rows are updated.
-
-    Raises:
-        CheckpointError: a table's state was removed meanwhile, or the piece is not wanted any more.
-        OSError: the disk is full, or cannot be written.
-    """
-    sizes = {
-        key: sum(array.row_bytes for array in table.arrays.values())
-        for key, table in described.items()
-    }
-    require_space(folder, sum(len(table.weight) * sizes[table.key] for table in tables))
-    builder = _BlockBuilder(full.write_rows)
-    # In this thread, a read of a table must never write rows in slots back to it.
-    with DisableTorchFunctionSubclass():
-        for table in tables:
-            key, (begin, end, arrays) = table.key, described[table.key]
-            for first, last in row_ranges(end - begin, sizes[key]):
-                if full.error is not None:
-                    raise full.error
-                try:
-                    found = {
-                        array_name(key, each): table.read(each, first, last) for each in arrays
-                    }
-                except KeyError as error:
-                    raise CheckpointError(
-                        f"table {key!r}: {error} was removed from its state while every row was "
-                        "copied; the next checkpoint copies them again"
-                    ) from error
-                builder.add(found, (key, begin + first, begin + last))
-    builder.flush()
-    full.finish(described)
-
-
-def _add_rows(
-    builder: _BlockBuilder, table: SavedTable, described: Table, bits: NDArray[np.uint64]
-) -> None:
-    """Add some rows of a table with their numbers.
-
-    Args:
-        builder: Receives them.
+    Attributes:
         table: The table.
-        described: Its arrays and its rows.
-        bits: One bit for each row, as `ChangedRows.take` returns them.
+        saved: Its arrays, and its rows in the whole table.
+        rows: Numbers of the rows in this process: a range, or (M,) ascending.
     """
-    begin, end, arrays = described
-    if begin == end:  # a row that stands for none
-        return
-    row_bytes = 8 + sum(array.row_bytes for array in arrays.values())
-    for word in range(0, len(bits), _LISTED_WORDS):
-        listed_rows = rows_of(bits[word : word + _LISTED_WORDS]) + 64 * word
-        for first, last in row_ranges(len(listed_rows), row_bytes):
-            rows = listed_rows[first:last]
-            found = {array_name(table.key, each): table.gather(each, rows) for each in arrays}
-            found[table.key + ROWS] = torch.from_numpy(rows + begin)
-            builder.add(found, (table.key, begin + int(rows[0]), begin + int(rows[-1]) + 1))
+
+    table: SavedTable
+    saved: Table
+    rows: range | NDArray[np.int64]
 
 
-def _finish(delta: PieceWriter, tables: dict[str, Table], full: PieceWriter | None) -> None:
-    """In the writing thread: complete the delta of a checkpoint.
+def _blocks(
+    tables: Sequence[SavedTable],
+    described: dict[str, Table],
+    bits: Sequence[NDArray[np.uint64]] | None = None,
+) -> Iterator[list[_Part]]:
+    """Divide rows into blocks of about `BLOCK_BYTES`, with at most one part of each table.
 
-    Raises:
-        Exception: it could not be written, or the full piece could not.
+    Args:
+        tables: The tables.
+        described: Their arrays and rows.
+        bits: One bit for each row, as `ChangedRows.take` returns them: only rows whose bit is set;
+            None for all rows.
     """
-    if full is not None and full.error is not None:
-        delta.error = full.error
-        delta.remove()
-    delta.run(delta.finish, tables)
-    if delta.error is not None:
-        raise delta.error
+    block: list[_Part] = []
+    num_bytes = 0
+    for place, table in enumerate(tables):
+        saved = described[table.key]
+        row_bytes = 8 + sum(array.row_bytes for array in saved.arrays.values())
+        for rows in _rows(
+            saved.end - saved.begin, row_bytes, None if bits is None else bits[place]
+        ):
+            if block and (
+                block[-1].table is table or num_bytes + len(rows) * row_bytes > BLOCK_BYTES
+            ):
+                yield block
+                block, num_bytes = [], 0
+            block.append(_Part(table, saved, rows))
+            num_bytes += len(rows) * row_bytes
+    if block:
+        yield block
 
 
-def _release(thread: WritingThread, contents: Contents, lock: ExitStack) -> None:
+def _rows(
+    num_rows: int, row_bytes: int, bits: NDArray[np.uint64] | None
+) -> Iterator[range | NDArray[np.int64]]:
+    """Divide the rows of a table into parts of at most `BLOCK_BYTES`."""
+    if bits is None:
+        for first, last in row_ranges(num_rows, row_bytes):
+            yield range(first, last)
+    elif num_rows:  # else a row stands for none
+        for word in range(0, len(bits), _LISTED_WORDS):
+            rows = rows_of(bits[word : word + _LISTED_WORDS]) + 64 * word
+            for first, last in row_ranges(len(rows), row_bytes):
+                yield rows[first:last]
+
+
+def _read(block: Sequence[_Part]) -> dict[str, Tensor]:
+    """Copy the rows of a block."""
+    found = {}
+    for table, (begin, _, arrays), rows in block:
+        for name in arrays:
+            found[array_name(table.key, name)] = (
+                table.read(name, rows.start, rows.stop)
+                if isinstance(rows, range)
+                else table.gather(name, rows)
+            )
+        numbers = rows[:1] if isinstance(rows, range) else rows
+        found[table.key + ROWS] = torch.tensor(numbers) + begin
+    return found
+
+
+def _release(thread: ThreadPoolExecutor, contents: Contents, lock: ExitStack) -> None:
     """End the thread, the record of updated rows, and the lock on the folder."""
-    thread.close()
+    # A task may have had the last reference to `Checkpoints`: a thread cannot wait for itself.
+    is_own = threading.current_thread().name.startswith(_THREAD_NAME)
+    thread.shutdown(wait=not is_own)
     contents.tables.stop_tracking()
     lock.close()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait for the end of the `with` block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no signal is handled here
+        return
+    came: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for held in came:
+            signal.raise_signal(held)
 
 
 def _suffix(rank: int) -> str:
@@ -630,9 +576,7 @@ def _require_only_checkpoints(folder: Path) -> None:
     Raises:
         AlreadyExists: it does.
     """
-    if not folder.exists():
-        return
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
+    names = sorted(path.name for path in folder.glob("*"))
     if names and not any(OWN_NAME.fullmatch(n) or PIECE_NAME.fullmatch(n) for n in names):
         raise AlreadyExists(
             f"{folder} is not a folder of checkpoints: it has {names[0]}; choose another"

@@ -30,7 +30,7 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest
 from recsys.train.checkpoint.format import manifest_numbers, read_manifest
-from recsys.train.exports.deltas import apply_deltas, export_checkpoint, export_delta
+from recsys.train.export import apply_deltas, export_checkpoint
 
 SIZES, DIMS = (150, 7, 60), (4, 4, 8)
 SECONDS_PER_EXAMPLE = 30
@@ -273,7 +273,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         return again
 
     @rule(
-        target_name=st.sampled_from(["write_checked", "set_newest", "safetensors_header"]),
+        target_name=st.sampled_from(["_write_checked", "_set_newest", "safetensors_header"]),
         calls=st.integers(0, 4),
         is_after=st.booleans(),
         is_strict=st.booleans(),
@@ -282,7 +282,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         """Save while the disk is full, or breaks."""
         self.settle()
         before = newest(self.folder / "saved")
-        name = f"recsys.train.checkpoint.writer.{target_name}"
+        name = f"recsys.train.checkpoint.format.{target_name}"
         module, _, function_name = name.rpartition(".")
         function, count = getattr(sys.modules[module], function_name), [calls]
 
@@ -361,7 +361,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         before = data.draw(st.sampled_from(known))
         for name in ("delta", "applied"):
             (self.folder / name).unlink(missing_ok=True)
-        export_delta(saved, self.folder / "delta", before[0])
+        export_checkpoint(saved, self.folder / "delta", since=before[0])
         apply_deltas(self.exports[before], [self.folder / "delta"], self.folder / "applied")
         assert self.folder.joinpath("applied").read_bytes() == self.exports[key].read_bytes()
 

@@ -8,12 +8,12 @@ import torch
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint import load_checkpoint, newest, save_checkpoint
 from recsys.train.checkpoint.format import (
+    PieceWriter,
     manifest_numbers,
     read_blocks,
     read_manifest,
     read_piece,
 )
-from recsys.train.checkpoint.writer import PieceWriter
 from tests.train.checkpoint.trainings import (
     begin,
     load,
@@ -22,6 +22,7 @@ from tests.train.checkpoint.trainings import (
     require_restores,
     save_and_wait,
     saved,
+    set_block_bytes,
 )
 
 
@@ -124,7 +125,7 @@ def test_rows_that_change_during_the_first_copy_are_right(tier, tmp_path, monkey
     training = make_training(tier, tmp_path / "cold")
     train(training, range(3))
     checkpoints = saved(training, tmp_path / "saved")
-    monkeypatch.setattr("recsys.train.checkpoint.format.BLOCK_BYTES", 64)
+    set_block_bytes(monkeypatch, 64)
     checkpoints.prepare()
     train(training, range(3, 43, 2))
     save_and_wait(checkpoints)
@@ -226,7 +227,7 @@ def test_a_full_disk_warns_and_the_next_checkpoint_has_all_rows(tier, tmp_path, 
     checkpoints.save(state=2)
     with pytest.warns(
         UserWarning,
-        match="training goes on; the newest complete one is checkpoint 1 .*No space left",
+        match="training goes on; the newest complete one is 1 .*No space left",
     ):
         assert checkpoints.wait() == 1
     assert load(make_training(), tmp_path / "saved") == 1
@@ -247,7 +248,7 @@ def test_a_first_copy_that_fails_is_made_again(tmp_path, monkeypatch):
     training, checkpoints = begin(tmp_path)
     train(training, range(2))
     checkpoints.save()
-    with pytest.warns(UserWarning, match="there is no complete one"):
+    with pytest.warns(UserWarning, match="the newest complete one is none"):
         assert checkpoints.wait() is None
     assert newest(tmp_path) is None
     is_full[0] = False
@@ -289,13 +290,13 @@ def two(tmp_path):
 
 def newest_files(folder):
     """The files that the newest checkpoint needs; of the older deltas, no state."""
-    names = read_manifest(folder).pieces
+    names = list(read_manifest(folder).pieces)
     files = [path for name in names for path in (folder / name).iterdir()]
     return [path for path in files if path.name != "state.pt" or path.parent.name == names[-1]]
 
 
 def test_a_new_full_copy_takes_the_place_of_deltas_that_outgrow_it(tier, tmp_path, monkeypatch):
-    monkeypatch.setattr("recsys.train.checkpoint.save.BLOCK_BYTES", 1000)
+    set_block_bytes(monkeypatch, 1000)
     training, checkpoints = begin(tmp_path / "saved", tier, tmp_path / "cold")
     fulls, sizes = set(), []
     for number in range(1, 12):
@@ -304,7 +305,7 @@ def test_a_new_full_copy_takes_the_place_of_deltas_that_outgrow_it(tier, tmp_pat
         again = make_training(seed=number)
         assert load(again, tmp_path / "saved") == number
         require_equal(again.numbers(), training.numbers())
-        fulls.add(read_manifest(tmp_path / "saved").pieces[0])
+        fulls.add(next(iter(read_manifest(tmp_path / "saved").pieces)))
         sizes.append(sum(file.stat().st_size for file in tmp_path.glob("saved/*/*")))
     checkpoints.close()
 
@@ -332,7 +333,7 @@ def test_a_damaged_file_changes_nothing_and_offers_the_older_one(two, tmp_path, 
         before = again.numbers()
 
         with pytest.raises(
-            CheckpointError, match=f"checkpoint 2: .*{path.name}.*checkpoint 1 is whole"
+            CheckpointError, match=f"{path.parent.name}/{path.name}.*checkpoint 1 is whole"
         ):
             load(again, tmp_path)
 
@@ -348,6 +349,7 @@ def test_a_checkpoint_of_another_model_is_refused(two, tmp_path):
     with pytest.raises(CheckpointError, match=r"with 1 param groups.* with 2 param groups"):
         load(other, tmp_path)
     require_equal(other.numbers(), before)
+    other = make_training()
     other.model.top = torch.nn.Linear(12, 2)
 
     with pytest.raises(
@@ -355,29 +357,26 @@ def test_a_checkpoint_of_another_model_is_refused(two, tmp_path):
         match=r"another model: top\.bias is torch.float32 of shape \(1,\) there and",
     ):
         load(other, tmp_path)
-    with pytest.raises(CheckpointError, match="has optimizers"):
+    with pytest.raises(CheckpointError, match="optimizer 0 is"):
         load_checkpoint(tmp_path, model=make_training().model)
 
 
 @pytest.mark.parametrize(
-    ("place", "number", "error", "name"),
+    ("place", "number", "name"),
     [
-        ("file", None, CheckpointError, "file"),
-        ("file", 1, CheckpointError, "file"),
-        ("run", None, CheckpointError, "checkpoints"),
-        ("empty", None, CheckpointError, "empty"),
-        ("run/checkpoints", "1", TypeError, "integer"),
+        ("file", None, "file"),
+        ("file", 1, "file"),
+        ("run", None, "checkpoints"),
+        ("empty", None, "empty"),
     ],
 )
-def test_what_is_no_folder_or_number_of_a_checkpoint_is_refused(
-    tmp_path, place, number, error, name
-):
+def test_what_is_no_folder_of_checkpoints_is_refused(tmp_path, place, number, name):
     training, folder = make_training(), tmp_path / "run" / "checkpoints"
     save_checkpoint(folder, model=training.model, optimizers=training.optimizers)
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
 
-    with pytest.raises(error, match=name):
+    with pytest.raises(CheckpointError, match=name):
         load(training, tmp_path / place, number=number)
 
 

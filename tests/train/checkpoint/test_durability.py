@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from recsys.train.checkpoint import Checkpoints, load_checkpoint
-from tests.train.checkpoint.trainings import make_training, require_equal
+from tests.train.checkpoint.trainings import make_training, require_equal, set_block_bytes
 
 
 class Recorder:
@@ -148,8 +148,7 @@ def recorded(tmp_path_factory):
     """The operations of checkpoints with a new full copy, and the content of each checkpoint."""
     folder = tmp_path_factory.mktemp("disk") / "saved"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("recsys.train.checkpoint.format.BLOCK_BYTES", 4000)
-        monkeypatch.setattr("recsys.train.checkpoint.save.BLOCK_BYTES", 4000)
+        set_block_bytes(monkeypatch, 4000)
         training = make_training()
         checkpoints = Checkpoints(folder, model=training.model, optimizers=training.optimizers)
         contents, done = {}, {}

@@ -73,6 +73,11 @@ def make_training(tier: str = "resident", folder: Path | None = None, seed: int 
     return Training(model, [dense, module.row_optimizer])
 
 
+def set_block_bytes(monkeypatch: Any, num_bytes: int) -> None:
+    for module in ("format", "save"):
+        monkeypatch.setattr(f"recsys.train.checkpoint.{module}.BLOCK_BYTES", num_bytes)
+
+
 def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():

@@ -1,9 +1,24 @@
-"""Export of a run's model as a program of PyTorch alone, made by `torch.export`.
+"""A run's model in files for other programs.
 
-    FILE.pt2    what `torch.export.load` reads: the program, its tensors, and the text
-                `recsys.json`, which says what the program takes and returns
+    safetensors    the state dict of any model, without pickle; `dlrm` and `dcn_v2` have the keys of
+                   TorchRec's `DLRM` and `DLRM_DCN` (tables `t_<table>`)
+    torch-export   a program for `torch.export.load`, which runs without recsys
 
-The program needs no recsys, numba or numpy, and takes mini-batches of any size:
+Checkpoints of a run, also of one that goes on, are exported as safetensors: whole, or only the rows
+that changed.
+
+    recsys export RUN --to safetensors --checkpoint 7 --out FULL       a whole model
+    recsys export RUN --since 7 --out DELTA                            what changed after it
+    recsys apply FULL DELTA [DELTA ...] --out FILE                     the whole model of today
+
+A delta has the names that the deltas of a checkpoint have: for each table `KEY.rows`, (M,) int64
+ascending, and `KEY`, the (M, D) rows; of everything else the whole tensor. In the metadata, `since`
+and `checkpoint` are the numbers of the two checkpoints, and `since_id` and `checkpoint_id` their
+ids. So a server knows whether a delta is the next one. Optimizer state is not in these files.
+Memory does not grow with the model: rows are written where they belong in the file.
+
+A program takes mini-batches of any size, and needs no recsys, numba or numpy. Its file has the text
+`recsys.json`, which says what it takes and returns:
 
 data with one row per feature and sample    program(dense_features, ids)
 data with bags                              program(dense_features, values, offsets)
@@ -35,16 +50,21 @@ import errno
 import json
 import os
 import shutil
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional
 
-from recsys._support.files import appearing_whole, existing, require_new
+from recsys._support.files import appearing_whole, existing, read_together, require_new
 from recsys._support.machine import set_num_threads
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys._version import __version__
 from recsys.batch import (
     Batch,
@@ -62,21 +82,33 @@ from recsys.embeddings.collection import (
 )
 from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.table import output_names
-from recsys.errors import ConfigError, WeightsError
+from recsys.errors import CheckpointError, ConfigError, WeightsError
 from recsys.models.dlrm import DLRMTrain
 from recsys.train.build import build_model, open_source, require_features_of
+from recsys.train.checkpoint.format import (
+    ROWS,
+    piece_number,
+    read_blocks,
+    read_checkpoint,
+    read_state,
+    safetensors_header,
+    whole_tables,
+)
 from recsys.train.evaluate import evaluation_config
-from recsys.train.exports import QUANTIZATIONS
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from recsys.batch import SampleSource
     from recsys.embeddings.table import TableConfig
+    from recsys.train.checkpoint.format import Manifest, Piece
 
-__all__ = ["dequantize", "export_program", "quantize_rows"]
 
+__all__ = ["apply_deltas", "export_checkpoint", "export_run", "export_run_checkpoint"]
+
+_Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+_FIRST = torch.zeros(1, dtype=torch.int64)  # rows from the first one on
 _ABOUT = "recsys.json"  # the name of the JSON text inside a program's file
 _FORMAT_VERSION = 1
 _UNREADABLE = '"\\;,()[]'  # by torch.export.load, in names of modules
@@ -85,38 +117,252 @@ _BLOCK_BYTES = 16 * 2**20  # of float32 rows that are quantized at a time
 _TRACED_SAMPLES = 3  # any number but 0 and 1, which torch.export would take for a constant
 
 
-def export_program(run_dir: str | Path, file: str | Path, quantize: str | None = None) -> Path:
-    """Write the model of a run as a program of PyTorch alone.
+def export_run(run_dir: str | Path, to: str, file: str | Path, quantize: str | None = None) -> Path:
+    """Write the model of a run in another program's format.
 
     Args:
         run_dir: A run that saved its model.
-        file: A new file; its name ends in ".pt2".
-        quantize: "int8" to round rows to int8 with a scale for each row.
+        to: "safetensors" or "torch-export".
+        file: A new file. The name of a program ends in ".pt2".
+        quantize: For a program: "int8" to round rows to int8, with a scale for each row.
 
     Returns:
         The file.
 
     Raises:
         AlreadyExists: `file` exists.
-        ConfigError: a setting is unknown, `run_dir` is not a run, the run saved no model, its data
-            has changed, a table has a name that a program cannot have, or `torch.export` cannot
+        ConfigError: `run_dir` is not a run, or it saved no model; for a program also: the name of
+            the file or of a table does not fit, its data has changed, or `torch.export` cannot
             trace the model.
-        OSError: the disk has no room for the tables.
-        StoreError: the run's data is gone.
+        OSError: the disk is full, or cannot be written.
+        StoreError: the run's data, which a program is traced with, is gone.
         WeightsError: a row has nan or inf and cannot be rounded.
     """
-    file = Path(file)
+    folder, file = RunFolder.open(run_dir), Path(file)
+    folder.require_model()
+    require_new(file)
+    if to == "torch-export":
+        return _export_program(folder, file, quantize)
+    with appearing_whole(file) as partial:
+        shutil.copyfile(folder.model_file, partial)
+    return file
+
+
+def export_run_checkpoint(run_dir: str | Path, file: str | Path, number: int | None = None) -> Path:
+    """Write the whole model of a run's checkpoint, as safetensors; the run may go on meanwhile.
+
+    Args:
+        run_dir: A run with checkpoints.
+        file: A new file.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Returns:
+        The file.
+
+    Raises:
+        AlreadyExists: `file` exists.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: `run_dir` is not a run.
+        OSError: the disk is full, or cannot be written.
+    """
+    return export_checkpoint(RunFolder.open(run_dir).checkpoints_folder, file, number)
+
+
+def export_checkpoint(
+    folder: Path, file: str | Path, number: int | None = None, since: int | None = None
+) -> Path:
+    """Write the model of a checkpoint: all rows, or those that changed after an older one.
+
+    Args:
+        folder: The folder of checkpoints.
+        file: A new file.
+        number: Number of the checkpoint; None for the newest complete one.
+        since: Number of the older checkpoint, whose own files may be deleted; None for all rows.
+
+    Raises:
+        AlreadyExists: `file` exists.
+        CheckpointError: there is no such checkpoint, it is damaged, it does not continue from
+            `since`, or what changed since then is no longer known, because every row was copied
+            again.
+        OSError: the disk is full, or cannot be written.
+    """
+    with read_together(folder):
+        manifest, pieces = read_checkpoint(folder, number)
+        metadata = {"checkpoint": str(manifest.number), "checkpoint_id": manifest.id}
+        if since is not None:
+            metadata |= {"since": str(since), "since_id": _id_of(folder, manifest, since)}
+        state = read_state(folder, manifest.deltas[0], is_mapped=True)["model"]
+        dense = {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
+        shapes: _Shapes = {key: (each.dtype, tuple(each.shape)) for key, each in dense.items()}
+        changed: dict[str, Tensor] = {}
+        if since is not None:
+            pieces = [
+                piece
+                for piece in pieces
+                if piece.name.startswith("delta") and piece_number(piece.name) > since
+            ]
+            changed = _changed_rows(folder, pieces)
+        for key, table in whole_tables(manifest, pieces).items():
+            weight, rows = table.arrays["weight"], changed.get(key)
+            shapes[key] = (
+                DTYPES[weight.dtype],
+                (table.end if rows is None else len(rows), *weight.row_shape),
+            )
+            if rows is not None:
+                shapes[key + ROWS] = rows.dtype, tuple(rows.shape)
+        with _writing(Path(file), shapes, metadata) as write:
+            for key, rows in changed.items():
+                write(key + ROWS, rows)
+            for key, tensor in dense.items():
+                write(key, tensor)
+            for piece in pieces:
+                for block in read_blocks(folder, piece):
+                    rows = block.rows
+                    if block.key in changed:
+                        rows = torch.searchsorted(changed[block.key], rows)
+                    write(block.key, block.arrays["weight"], rows)
+    return Path(file)
+
+
+def apply_deltas(full: str | Path, deltas: Sequence[str | Path], file: str | Path) -> Path:
+    """Write the model that results from a whole one and the deltas after it.
+
+    Args:
+        full: A whole model, as `export_checkpoint` or this function writes it.
+        deltas: Deltas of `export_checkpoint`, in order.
+        file: A new file.
+
+    Raises:
+        AlreadyExists: `file` exists.
+        CheckpointError: a file is damaged, or a delta is missing, repeated, or of another model.
+        OSError: the disk is full, or cannot be written.
+    """
+    opened = [_open(Path(each)) for each in (full, *deltas)]
+    before: tuple[Any, Any] = None, None
+    for each, path in zip(opened, (full, *deltas), strict=True):
+        metadata = each.metadata()
+        since = metadata.get("since"), metadata.get("since_id")
+        if since != before:
+            found, wanted = (
+                "a whole model" if number is None else f"a delta from checkpoint {number} ({name})"
+                for number, name in (since, before)
+            )
+            raise CheckpointError(
+                f"{path}: is {found}, and {wanted} must stand here; give a whole model, then each "
+                "delta of the same training once, in order"
+            )
+        before = metadata["checkpoint"], metadata["checkpoint_id"]
+    slices = {name: opened[0].get_slice(name) for name in opened[0].keys()}  # noqa: SIM118
+    shapes: _Shapes = {
+        name: (DTYPES[tensor.get_dtype()], tuple(tensor.get_shape()))
+        for name, tensor in slices.items()
+    }
+    last = dict(zip(("checkpoint", "checkpoint_id"), before, strict=True))
+    with _writing(Path(file), shapes, last) as write:
+        for each in opened:
+            names = set(each.keys())
+            for name in names & shapes.keys():
+                rows = each.get_tensor(name + ROWS) if name + ROWS in names else _FIRST
+                write(name, each.get_tensor(name), rows)
+    return Path(file)
+
+
+def _open(path: Path) -> Any:
+    """Open a safetensors file of a model or a delta.
+
+    Raises:
+        CheckpointError: it was not written by this module, or it is damaged.
+    """
+    try:
+        file: Any = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: is not a complete safetensors file ({error})") from error
+    if not {"checkpoint", "checkpoint_id"} <= (file.metadata() or {}).keys():
+        raise CheckpointError(
+            f"{path}: does not say of which checkpoint it is; write it by `recsys export RUN "
+            "--to safetensors --checkpoint NUMBER`"
+        )
+    return file
+
+
+def _id_of(folder: Path, manifest: Manifest, since: int) -> str:
+    """The id of an earlier checkpoint, if what has changed after it is known.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    ids = dict(manifest.since)
+    if since not in ids:
+        raise CheckpointError(
+            f"{folder}: what changed between checkpoint {since} and {manifest.number}, the newest, "
+            f"is not known; the changes since {list(ids)} are; export again after the next "
+            "checkpoint, or export the whole model"
+        )
+    return ids[since]
+
+
+def _changed_rows(folder: Path, deltas: Sequence[Piece]) -> dict[str, Tensor]:
+    """For each table, the rows that deltas have, (M,) ascending."""
+    found = {key: [torch.empty(0, dtype=torch.int64)] for each in deltas for key in each.tables}
+    for piece in deltas:
+        for block in read_blocks(folder, piece):
+            found[block.key].append(block.rows)
+    return {key: torch.unique(torch.cat(rows)) for key, rows in found.items()}
+
+
+@contextmanager
+def _writing(
+    file: Path, shapes: _Shapes, metadata: Mapping[str, str]
+) -> Iterator[Callable[..., None]]:
+    """Write a new file of tensors.
+
+    Args:
+        file: The file.
+        shapes: Dtype and shape of each tensor.
+        metadata: Further texts.
+
+    Yields:
+        A function that writes a tensor, or some of its rows: their numbers, or that of the first
+        of consecutive ones, follow the values.
+
+    Raises:
+        AlreadyExists: `file` exists.
+        OSError: the disk is full, or cannot be written.
+    """
+    require_new(file)
+    # Tensors with large numbers first, so that each begins at a multiple of its numbers' size.
+    names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
+    header, begins = safetensors_header({name: shapes[name] for name in names}, metadata)
+    sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
+    with appearing_whole(file) as partial:
+        with partial.open("wb") as opened:
+            # Takes the room now: a write to a mapped page could not report a full disk.
+            os.posix_fallocate(opened.fileno(), 0, len(header) + sum(sizes.values()))
+            opened.write(header)
+        content = np.memmap(partial, np.uint8, "r+")
+
+        def write(name: str, values: Tensor, rows: Tensor = _FIRST) -> None:
+            if values.numel():
+                shape = shapes[name][1]
+                of_tensor = content[begins[name] : begins[name] + sizes[name]]
+                of_tensor = of_tensor.reshape(shape[0] if shape else 1, -1)
+                own = values.contiguous().view(-1).view(torch.uint8).numpy()
+                own = own.reshape(-1, of_tensor.shape[1])
+                begin = int(rows[0])
+                of_tensor[slice(begin, begin + len(own)) if len(rows) == 1 else rows.numpy()] = own
+
+        yield write
+        content.flush()
+
+
+def _export_program(folder: RunFolder, file: Path, quantize: str | None) -> Path:
+    """Write the model of a run as a program of PyTorch alone."""
     if file.suffix != ".pt2":
         raise ConfigError(
             f"export: the name of a program must end in .pt2, as torch.export.load expects, got "
             f"{file}; write to {file.with_name(f'{file.name}.pt2')}"
         )
-    if quantize is not None and quantize not in QUANTIZATIONS:
-        raise ConfigError(f"export: quantize must be one of {QUANTIZATIONS}, got {quantize!r}")
-    folder = RunFolder.open(run_dir)
-    folder.require_model()
     record = folder.read_record()
-    require_new(file)
     # On the CPU, whose collections can be mapped from the file; all providers have the same keys.
     config = replace(evaluation_config(folder.read_config()), device="cpu", embeddings="recsys")
     set_num_threads(config.num_threads)
@@ -145,7 +391,7 @@ def export_program(run_dir: str | Path, file: str | Path, quantize: str | None =
     return file
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round the rows of a table to int8, block by block.
 
     Args:
@@ -175,15 +421,6 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return rows, scales
 
 
-def dequantize(rows: Tensor, scales: Tensor) -> Tensor:
-    """The numbers that int8 rows stand for.
-
-    Shape:
-        rows (N, D) int8; scales (N,) float32; result (N, D) float32.
-    """
-    return rows.float() * scales.unsqueeze(1)
-
-
 class _TableRows(nn.Module):
     """The rows of one table, float32 or int8 with scales; they serve only, without gradients."""
 
@@ -191,7 +428,7 @@ class _TableRows(nn.Module):
 
     def __init__(self, weight: Tensor, *, to_int8: bool) -> None:
         super().__init__()
-        rows, scale = quantize_rows(weight) if to_int8 else (weight.detach(), None)
+        rows, scale = _quantized(weight) if to_int8 else (weight.detach(), None)
         self.weight = nn.Parameter(rows, requires_grad=False)
         self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
 
@@ -201,7 +438,7 @@ class _TableRows(nn.Module):
         rows = self.weight.index_select(0, ids)
         if self.scale is None:
             return rows
-        return dequantize(rows, self.scale.index_select(0, ids))
+        return rows.float() * self.scale.index_select(0, ids).unsqueeze(1)
 
     def pool(self, ids: Tensor, lengths: Tensor, pooling: str) -> Tensor:
         """Gather and pool the rows of bags of these lengths, (B,); an empty bag gives zeros."""
