@@ -11,6 +11,7 @@ import importlib
 import traceback
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
@@ -103,6 +104,15 @@ class Callback:
         """
 
 
+_NO_EVALUATION: dict[str, Any] = {
+    "split": None,
+    "best": None,
+    "best_step": 0,
+    "num_without": 0,
+    "improved": None,  # the value of the last improvement
+}
+
+
 class EarlyStopping(Callback):
     """Ends training after `patience` evaluations in a row without an improvement.
 
@@ -129,18 +139,9 @@ class EarlyStopping(Callback):
         if patience < 1:
             raise ConfigError(f"EarlyStopping: patience must be at least 1, got {patience}")
         keys: dict[str, Any] = {"metric": metric, "min_delta": min_delta, "keep": keep}
-        try:
-            EarlyStoppingConfig(patience=patience, **keys)
-        except ConfigError as error:
-            raise ConfigError(f"EarlyStopping: {error}") from None
-        self._patience, self._metric, self._min_delta = patience, metric, min_delta
+        self._keys = EarlyStoppingConfig(patience=patience, **keys)
         self.keeps_best = keep == "best"
-        self._split: str | None
-        self._best: float | None
-        self._improved: float | None  # value of the last improvement
-        self.best_step: int
-        self._num_without: int
-        self._forget()
+        self._state = dict(_NO_EVALUATION)
 
     def on_validation_end(self, evaluation: Mapping[str, Any]) -> bool:
         """Compare with the last improvement; True once patience is used up.
@@ -148,67 +149,56 @@ class EarlyStopping(Callback):
         Raises:
             ConfigError: the metric is null, because all labels are equal.
         """
-        split = "test" if evaluation.get("test") else "validation"
-        value = evaluation[split].get(self._metric)
+        split, step = "test" if evaluation.get("test") else "validation", evaluation["step"]
+        value = evaluation[split].get(self._keys.metric)
         if value is None:
             raise ConfigError(
-                f"{self._metric} of the evaluation at step {evaluation['step']} is null: its "
-                "samples, or those of each group, have one label; raise eval.max_samples, or "
-                "choose a metric that its line in history.jsonl has"
+                f"{self._keys.metric} of the evaluation at step {step} is null: its samples, or "
+                "those of each group, have one label; raise eval.max_samples, or choose a metric "
+                "that its line in history.jsonl has"
             )
-        if split != self._split:  # a run that continues may evaluate on another one
-            self._forget()
-            self._split = split
-        if self._gain(value, self._best) > 0:
-            self._best, self.best_step = value, evaluation["step"]
-        if self._gain(value, self._improved) > self._min_delta:
-            self._improved, self._num_without = value, 0
+        if split != self._state["split"]:  # a run that continues may evaluate on another one
+            self._state = _NO_EVALUATION | {"split": split}
+        if self._gain(value, "best") > 0:
+            self._state |= {"best": value, "best_step": step}
+        if self._gain(value, "improved") > self._keys.min_delta:
+            self._state |= {"improved": value, "num_without": 0}
         else:
-            self._num_without += 1
-        return self._num_without >= self._patience
+            self._state["num_without"] += 1
+        return bool(self._state["num_without"] >= self._keys.patience)
 
     def on_fit_end(self, record: Mapping[str, Any]) -> None:
         """Forget this run: the object may be given to another one."""
-        self._forget()
+        self._state = dict(_NO_EVALUATION)
 
-    def describe(self) -> dict[str, Any]:
-        """For the run record: what was compared, and the best evaluation.
+    @property
+    def best_step(self) -> int:
+        """The step of the best evaluation; 0 if none is known."""
+        return int(self._state["best_step"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was compared, the best evaluation, and the last improvement.
 
         `num_without` counts the evaluations after the last improvement by more than `min_delta`,
         and the best one may be among them.
         """
-        return {
-            "metric": self._metric,
-            "min_delta": self._min_delta,
-            "split": self._split,
-            "best": self._best,
-            "best_step": self.best_step,
-            "num_without": self._num_without,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best evaluation, the last improvement, and how many have followed it."""
-        return {**self.describe(), "improved": self._improved}
+        return {"metric": self._keys.metric, "min_delta": self._keys.min_delta, **self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; the best value of another metric means nothing, and is dropped."""
-        keys = ("split", "best", "best_step", "num_without", "improved")
-        found = [state[key] for key in keys]  # all or none
-        if state["metric"] == self._metric:
-            self._split, self._best, self.best_step, self._num_without, self._improved = found
-
-    def _forget(self) -> None:
-        self._split = self._best = self._improved = None
-        self.best_step = self._num_without = 0
+        if state["metric"] == self._keys.metric:
+            self._state = {key: state[key] for key in _NO_EVALUATION}
 
     def forget_best(self) -> None:
         """Forget the best evaluation: its weights are lost."""
-        self._best, self.best_step = None, 0
+        self._state |= {"best": None, "best_step": 0}
 
-    def _gain(self, value: float, earlier: float | None) -> float:
+    def _gain(self, value: float, than: str) -> float:
+        earlier = self._state[than]
         if earlier is None:
             return inf
-        return value - earlier if IS_HIGHER_BETTER[self._metric] else earlier - value
+        gain: float = value - earlier
+        return gain if IS_HIGHER_BETTER[self._keys.metric] else -gain
 
 
 class AbstractLogger(Callback):
@@ -218,6 +208,21 @@ class AbstractLogger(Callback):
     evaluation under its split, such as `validation/auc`. At the end of a finished run it logs those
     of both splits as a whole. Counts, and metrics that are null, are left out.
     """
+
+    _id: str | None = None
+
+    @abstractmethod
+    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str | None:
+        """Begin to log; arguments are as for `on_train_start`.
+
+        Args:
+            run_dir: The folder of the run.
+            record: The record.
+            known: The id of the logger's run that the run continues; None for a new one.
+
+        Returns:
+            The id of the logger's run, if it has one.
+        """
 
     @abstractmethod
     def log(self, values: dict[str, float], num_samples: int) -> None:
@@ -236,19 +241,34 @@ class AbstractLogger(Callback):
             status: Of the run, as in its record.
         """
 
+    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+        """Start or continue the logger's run."""
+        # The id is set last: an object whose start failed may be given to another run.
+        known, self._id = self._id, None
+        self._id = self.start(run_dir, record, known)
+
     def on_report(self, report: Mapping[str, Any]) -> None:
         """Log a report."""
         self.log(_scalars(report), report["num_samples"])
 
     def on_validation_end(self, evaluation: Mapping[str, Any]) -> None:
         """Log an evaluation."""
-        self.log(_scalars(evaluation), evaluation["num_samples"])
+        self.on_report(evaluation)
 
     def on_fit_end(self, record: Mapping[str, Any]) -> None:
-        """Log the metrics of a finished run, and end."""
+        """Log the metrics of a finished run, and end; the object may be given to another run."""
+        self._id = None
         if record["status"] == "finished":
             self.log(_scalars(record["metrics"]), record["throughput"]["num_samples"])
         self.close(record["status"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The id of the logger's run."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue that run."""
+        self._id = state["id"]
 
 
 class TensorBoard(AbstractLogger):
@@ -265,12 +285,9 @@ class TensorBoard(AbstractLogger):
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
-        self._make = required(
-            "torch.utils.tensorboard", "tensorboard", type(self).__name__
-        ).SummaryWriter
-        self._writer: Any = None
+        self._make = _required("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
 
-    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> None:
         """Open a file of events."""
         folder = run_dir / "tensorboard" if self._folder is None else Path(self._folder)
         # TensorBoard shows no event from this step on that was written before.
@@ -285,9 +302,6 @@ class TensorBoard(AbstractLogger):
     def close(self, status: str) -> None:
         """Close the file."""
         self._writer.close()
-
-
-_STATUSES = {"finished": "FINISHED", "interrupted": "KILLED"}
 
 
 class MLflow(AbstractLogger):
@@ -305,42 +319,27 @@ class MLflow(AbstractLogger):
     """
 
     def __init__(self, **options: Any) -> None:
-        self._mlflow = required("mlflow", "mlflow", type(self).__name__)
+        self._mlflow = _required("mlflow", "mlflow", self)
         self._options = options
-        self._run_id: str | None = None
 
-    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str:
         """Start or continue the run."""
-        # The id is set last: an object whose start failed may be given to another run.
-        run_id, self._run_id = self._run_id, None
-        if run_id is None:
-            options = {"run_name": run_dir.resolve().name, **self._options}
-            run_id = self._mlflow.start_run(**options).info.run_id
-            try:
-                self._mlflow.log_params(flat(record["config"]))
-            except BaseException:
-                self.close("failed")  # MLflow starts no other run in this process before
-                raise
-        else:
-            self._mlflow.start_run(run_id=run_id)
-        self._run_id = run_id
+        options = {"run_name": run_dir.resolve().name, **self._options}
+        if known is not None:
+            options = {"run_id": known}
+        found: str = self._mlflow.start_run(**options).info.run_id
+        if known is None:
+            self._mlflow.log_params(flat(record["config"]))
+        return found
 
     def log(self, values: dict[str, float], num_samples: int) -> None:
         """Log the values."""
         self._mlflow.log_metrics(values, step=num_samples)
 
     def close(self, status: str) -> None:
-        """End the run, and forget it: the object may be given to another one."""
-        self._run_id = None
-        self._mlflow.end_run(_STATUSES.get(status, "FAILED"))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The id of the run."""
-        return {"run_id": self._run_id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue that run."""
-        self._run_id = state["run_id"]
+        """End the run."""
+        statuses = {"finished": "FINISHED", "interrupted": "KILLED"}
+        self._mlflow.end_run(statuses.get(status, "FAILED"))
 
 
 class WeightsAndBiases(AbstractLogger):
@@ -357,46 +356,28 @@ class WeightsAndBiases(AbstractLogger):
     """
 
     def __init__(self, **options: Any) -> None:
-        self._wandb = required("wandb", "wandb", type(self).__name__)
+        self._wandb = _required("wandb", "wandb", self)
         self._options = options
-        self._id: str | None = None
-        self._run: Any = None
 
-    def on_train_start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str:
         """Start or continue the run."""
-        # The id is set last: an object whose start failed may be given to another run.
-        run_id, self._id = self._id, None
         options = {"name": run_dir.resolve().name, "config": record["config"], **self._options}
-        if run_id is not None:
-            options |= {"id": run_id, "resume": "allow"}
+        if known is not None:
+            options |= {"id": known, "resume": "allow"}
         self._run = self._wandb.init(**options)
-        self._id = self._run.id
+        return str(self._run.id)
 
     def log(self, values: dict[str, float], num_samples: int) -> None:
         """Log the values."""
         self._run.log(values, step=num_samples)
 
     def close(self, status: str) -> None:
-        """End the run, and forget it: the object may be given to another one."""
-        self._id = None
+        """End the run."""
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The id of the run."""
-        return {"id": self._id}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue that run."""
-        self._id = state["id"]
-
-
-def required(module: str, package: str, callback: str) -> Any:
+def _required(module: str, package: str, callback: Callback) -> Any:
     """A module of an optional package.
-
-    Args:
-        module: Its name.
-        package: The package to install.
-        callback: What needs it.
 
     Raises:
         MissingDependency: it is not installed.
@@ -405,8 +386,8 @@ def required(module: str, package: str, callback: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependency(
-            f"callback {callback} needs {package}, which is not installed ({error}); install it "
-            f"(pip install {package}), or leave the callback out"
+            f"callback {type(callback).__name__} needs {package}, which is not installed "
+            f"({error}); install it (pip install {package}), or leave the callback out"
         ) from error
 
 
@@ -433,7 +414,6 @@ def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallb
         ConfigError: a class of the user's cannot be imported, or needs arguments.
         MissingDependency: a package that one logs to is not installed.
         TypeError: one of `more` is no `Callback`.
-        ValueError: an object is there twice.
     """
     for each in more:
         if not isinstance(each, Callback):
@@ -441,8 +421,6 @@ def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallb
                 f"callbacks must be objects of recsys.train.Callback, got {each!r}; derive its "
                 "class from Callback, and make an object of it"
             )
-    if len({id(each) for each in more}) < len(more):
-        raise ValueError("callbacks has the same object twice; leave one out, or make another one")
     stopping, found = config.early_stopping, list[Callback]()
     if stopping.patience:
         found.append(
@@ -490,12 +468,11 @@ class RunCallbacks:
 
     def __init__(self, callbacks: Iterable[Callback] = (), epochs: int = 0) -> None:
         self._callbacks: dict[str, Callback] = {}
-        for each in callbacks:
-            name, number = type(each).__name__, 1
-            while name in self._callbacks:
-                number += 1
-                name = f"{type(each).__name__} {number}"
-            self._callbacks[name] = each
+        counts: Counter[str] = Counter()
+        for callback in callbacks:
+            name = type(callback).__name__
+            counts[name] += 1
+            self._callbacks[name if counts[name] == 1 else f"{name} {counts[name]}"] = callback
         self._epochs = epochs
         self._states: dict[str, Any] = {}  # to load
         self._started: list[str] = []
@@ -528,7 +505,7 @@ class RunCallbacks:
             if self._call(name, "on_validation_end", entry) and self._stop_request is None:
                 self._stop_request = {"step": entry["step"], "callback": name}
                 if isinstance(callback, EarlyStopping):
-                    self._stop_request |= callback.describe()
+                    self._stop_request |= callback.state_dict()
 
     @property
     def keeps_best(self) -> EarlyStopping | None:

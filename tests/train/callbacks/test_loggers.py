@@ -288,20 +288,6 @@ def test_weights_and_biases_itself(small_config, tmp_path, monkeypatch):
     assert all(list(folder.glob("*.wandb")) for folder in folders)
 
 
-def test_a_run_of_mlflow_whose_parameters_cannot_be_logged_is_ended(
-    small_config, tmp_path, mlflow, monkeypatch
-):
-    same = MLflow()
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow, "log_params", raises)
-        with pytest.raises(CallbackFailed, match="the server is down"):
-            run(small_config(*SETTINGS), tmp_path / "run", same)
-
-    run(small_config(*SETTINGS), tmp_path / "other", same)
-
-    assert [each.statuses for each in mlflow.runs.values()] == [["FAILED"], ["FINISHED"]]
-
-
 @pytest.mark.parametrize(("make", "starts"), [(MLflow, "start_run"), (WeightsAndBiases, "init")])
 def test_an_object_whose_run_could_not_continue_begins_another_one(
     small_config, tmp_path, mlflow, wandb, monkeypatch, make, starts
