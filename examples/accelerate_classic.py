@@ -23,7 +23,7 @@ from torch.nn import functional
 import recsys
 from recsys._support.machine import describe_environment
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
-from recsys.train.metrics import evaluate_logits
+from recsys.train.metrics import auc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ def train_and_test(data: SampleSource, seed: int, batch_size: int, **sizes: Any)
                 for batch in BatchLoader(data, "test", 16384, shuffle=False)
             ]
         logits, labels = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
-        result[way] = {"auc": evaluate_logits(logits, labels).auc, "seconds": seconds}
+        result[way] = {"auc": auc(logits, labels), "seconds": seconds}
     return result
 
 

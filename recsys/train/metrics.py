@@ -34,14 +34,11 @@ from recsys._support.auc import (
     are_positive,
     area_under_curve,
     auc,
-    require_same_length,
     sorted_by_label,
     twice_below,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
 __all__ = [
@@ -52,7 +49,6 @@ __all__ = [
     "Rankings",
     "auc",
     "evaluate_groups",
-    "evaluate_logits",
     "ndcg_at",
     "ranks_of",
     "recall_at",
@@ -160,21 +156,11 @@ class MetricsAccumulator:
         """Add samples.
 
         Shape:
-            logits (N,) float32, before the sigmoid; labels (N,) 0 or 1.
+            logits (N,) float32, finite, before the sigmoid; labels (N,) 0 or 1.
 
         Raises:
-            ValueError: the shapes differ, the logits are not float32, a logit is not finite, or a
-                label is neither 0 nor 1.
+            ValueError: a label is neither 0 nor 1.
         """
-        require_same_length("metrics", logits, labels)
-        if logits.dtype != np.float32:
-            raise ValueError(
-                f"metrics: logits must be float32, got {logits.dtype}; round them with "
-                "astype(numpy.float32) if additional ties do not matter"
-            )
-        num_bad = len(logits) - int(np.count_nonzero(np.isfinite(logits)))
-        if num_bad:
-            raise ValueError(f"metrics: {num_bad} of {len(logits)} logits are not finite")
         is_positive = are_positive("metrics", labels)
         wide = logits.astype(np.float64)
         softplus = np.logaddexp(0, wide)
@@ -216,17 +202,6 @@ class MetricsAccumulator:
             num_positives=self._num_positive,
             groups=None if groups is None else evaluate_groups(logits, is_positive, groups),
         )
-
-
-def evaluate_logits(logits: NDArray[np.float32], labels: NDArray[Any]) -> Metrics:
-    """All metrics of some samples; see `MetricsAccumulator`.
-
-    Raises:
-        ValueError: there are no samples, or `MetricsAccumulator.add` raises.
-    """
-    accumulator = MetricsAccumulator()
-    accumulator.add(logits, labels)
-    return accumulator.result()
 
 
 def _standard_error(positives: NDArray[np.float32], negatives: NDArray[np.float32]) -> float | None:
@@ -333,11 +308,8 @@ class Rankings:
     """
 
     def __init__(self, k: int) -> None:
-        self._k = k
-        self._groups: list[int] = []
-        self._recalls: list[float] = []
-        self._ndcgs: list[float] = []
-        self._num_unknown = 0
+        self._k, self._num_unknown = k, 0
+        self._found: list[tuple[int, float, float]] = []  # group, recall and NDCG
 
     def add(
         self,
@@ -360,31 +332,30 @@ class Rankings:
             scores (E,); relevant (T,) in [0, E); is_candidate (E,); T + num_unknown >= 1.
         """
         ranks, num_relevant = ranks_of(scores, relevant, is_candidate), len(relevant) + num_unknown
-        self._groups.append(group)
-        self._recalls.append(recall_at(self._k, ranks, num_relevant))
-        self._ndcgs.append(ndcg_at(self._k, ranks, num_relevant))
+        recall, ndcg = (judge(self._k, ranks, num_relevant) for judge in (recall_at, ndcg_at))
+        self._found.append((group, recall, ndcg))
         self._num_unknown += num_unknown
 
     def result(self) -> RankingMetrics:
         """The metrics of all rankings so far."""
-        recall, recall_error = self._mean(self._recalls)
-        ndcg, ndcg_error = self._mean(self._ndcgs)
+        recall, recall_error = self._mean(1)
+        ndcg, ndcg_error = self._mean(2)
         return RankingMetrics(
             recall_at_k=recall,
             recall_standard_error=recall_error,
             ndcg_at_k=ndcg,
             ndcg_standard_error=ndcg_error,
             ranking_k=self._k,
-            num_rankings=len(self._recalls),
+            num_rankings=len(self._found),
             num_unknown_items=self._num_unknown,
         )
 
-    def _mean(self, values: Sequence[float]) -> tuple[float | None, float | None]:
+    def _mean(self, place: int) -> tuple[float | None, float | None]:
         """The mean over the groups of their means, and its standard error."""
-        if not values:
+        if not self._found:
             return None, None
-        _, numbers = np.unique(self._groups, return_inverse=True)
-        means = np.bincount(numbers, values) / np.bincount(numbers)
+        _, numbers = np.unique([found[0] for found in self._found], return_inverse=True)
+        means = np.bincount(numbers, [found[place] for found in self._found]) / np.bincount(numbers)
         num_groups = len(means)
         error = None if num_groups < 2 else float(np.std(means, ddof=1) / np.sqrt(num_groups))
         return float(np.mean(means)), error

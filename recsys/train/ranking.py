@@ -72,22 +72,25 @@ def rank_items(
         TrainingDiverged: a score is not finite.
     """
     items = _Items(store)
-    own, known = _Positives(store, store.splits[split]), _Positives(store, store.splits["train"])
-    groups = own.groups()
+    assert store.groups is not None
+    of_blocks = [np.unique(store.groups[block]) for block in _positives(store, store.splits[split])]
+    groups = np.unique(np.concatenate([np.empty(0, np.int32), *of_blocks]))
     per_group: int | None = None
     generator = np.random.Generator(np.random.PCG64(_SEED))
     if most_questions:
         if most_questions < len(groups):
             groups = np.sort(generator.choice(groups, most_questions, replace=False))
         per_group = most_questions // max(1, len(groups))
-    own.keep(groups)
-    known.keep(groups)
+    own = _by_group(store, store.splits[split], groups)
+    known = _by_group(store, store.splits["train"], groups)
     found = Rankings(k)
     most = max(1, min(batch_size, _MOST_SCORES // items.num_rows))
     asked = (
         question
-        for group in groups.tolist()
-        for question in _drawn(_questions(store, items, own, known, group), per_group, generator)
+        for group in own
+        for question in _drawn(
+            _questions(store, items, group, own[group], known[group]), per_group, generator
+        )
     )
     # On several processes, TorchRec's `DistributedModelParallel` is around it.
     scorer = getattr(model, "module", model).model
@@ -199,52 +202,43 @@ def _has_row_for_missing(store: Store, table: str) -> bool:
     )
 
 
-class _Positives:
-    """Numbers of the positive samples of a split, by group.
+def _positives(store: Store, samples: range) -> Iterator[NDArray[np.int64]]:
+    """Numbers of the positive samples of a split, some at a time."""
+    for begin in range(samples.start, samples.stop, _BLOCK):
+        block = np.arange(begin, min(begin + _BLOCK, samples.stop))
+        yield block[store.labels[block] == 1]
 
-    Args:
-        store: A store with groups.
-        samples: The split.
-    """
 
-    def __init__(self, store: Store, samples: range) -> None:
-        assert store.groups is not None
-        self._groups, self._labels, self._samples = store.groups, store.labels, samples
-        self._kept: NDArray[np.int64] = np.empty(0, np.int64)
-        self._groups_of_kept: NDArray[np.int32] = np.empty(0, np.int32)
-
-    def groups(self) -> NDArray[np.int32]:
-        """The groups that have positives, ascending."""
-        found = [np.unique(self._groups[block]) for block in self.blocks()]
-        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int32)
-
-    def keep(self, groups: NDArray[np.int32]) -> None:
-        """Find the positives of these groups; `of` is for them only. Groups ascend."""
-        found = [block[np.isin(self._groups[block], groups)] for block in self.blocks()]
-        numbers = np.concatenate(found) if found else self._kept
-        order = np.argsort(self._groups[numbers], kind="stable")
-        self._kept = numbers[order]
-        self._groups_of_kept = self._groups[self._kept]
-
-    def of(self, group: int) -> NDArray[np.int64]:
-        """Numbers of the positives of a group, ascending."""
-        begin, end = np.searchsorted(self._groups_of_kept, [group, group + 1])
-        return self._kept[begin:end]
-
-    def blocks(self) -> Iterator[NDArray[np.int64]]:
-        """Numbers of all positives, some at a time."""
-        for begin in range(self._samples.start, self._samples.stop, _BLOCK):
-            block = np.arange(begin, min(begin + _BLOCK, self._samples.stop))
-            yield block[self._labels[block] == 1]
+def _by_group(
+    store: Store, samples: range, groups: NDArray[np.int32]
+) -> dict[int, NDArray[np.int64]]:
+    """Numbers of the positive samples of each of these groups, which ascend."""
+    of_samples = store.groups
+    assert of_samples is not None
+    found = [block[np.isin(of_samples[block], groups)] for block in _positives(store, samples)]
+    numbers = np.concatenate([np.empty(0, np.int64), *found])
+    numbers = numbers[np.argsort(of_samples[numbers], kind="stable")]
+    begins = np.searchsorted(of_samples[numbers], groups)
+    return dict(zip(groups.tolist(), np.split(numbers, begins[1:]), strict=True))
 
 
 def _questions(
-    store: Store, items: _Items, own: _Positives, known: _Positives, group: int
+    store: Store,
+    items: _Items,
+    group: int,
+    samples: NDArray[np.int64],
+    known: NDArray[np.int64],
 ) -> list[_Question]:
-    """The questions of a group."""
-    samples = own.of(group)
-    rows = items.of_samples(samples)
-    before = items.of_samples(known.of(group))
+    """The questions of a group.
+
+    Args:
+        store: The store.
+        items: Its items.
+        group: The group.
+        samples: Numbers of its positives of the split.
+        known: Numbers of its positives of the training part.
+    """
+    rows, before = items.of_samples(samples), items.of_samples(known)
     before = before[:0] if items.come_again else np.unique(before[before >= items.first_row])
     are_known = np.isin(rows, before)
     answers: dict[tuple[object, ...], list[int]] = {}

@@ -20,11 +20,11 @@ from recsys.train.evaluate import (
     open_saved_model,
     with_ranking,
 )
-from recsys.train.metrics import evaluate_groups, evaluate_logits
+from recsys.train.metrics import evaluate_groups
 from recsys.train.ranking import rank_items
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
-from tests.train.judged_stores import SMALL_MODEL, write_random_store, write_store
+from tests.train.judged_stores import SMALL_MODEL, evaluate_logits, write_random_store, write_store
 
 PLAIN = set(evaluate_logits(np.zeros(2, np.float32), np.array([0, 1])).as_dict())
 OF_GROUPS = {"gauc", "num_groups", "num_groups_left_out"}

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.train.metrics import MetricsAccumulator, auc, evaluate_logits
+from recsys.train.metrics import MetricsAccumulator, auc
+from tests.train.judged_stores import evaluate_logits
 
 
 def scores_and_labels(num_samples, width, seed=0):
