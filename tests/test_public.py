@@ -90,6 +90,7 @@ def test_public_names_are_these_and_no_others():
             "Callback",
             "EarlyStopping",
             "MLflow",
+            "Predictor",
             "TensorBoard",
             "WeightsAndBiases",
             "export_run_checkpoint",

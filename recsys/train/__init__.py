@@ -13,12 +13,14 @@ if TYPE_CHECKING:
         WeightsAndBiases,
     )
     from recsys.train.export import export_run_checkpoint
+    from recsys.train.predict import Predictor
     from recsys.train.trainer import train
 
 __all__ = [
     "Callback",
     "EarlyStopping",
     "MLflow",
+    "Predictor",
     "TensorBoard",
     "WeightsAndBiases",
     "export_run_checkpoint",
@@ -33,6 +35,7 @@ if not TYPE_CHECKING:
             "Callback": "callbacks",
             "EarlyStopping": "callbacks",
             "MLflow": "callbacks",
+            "Predictor": "predict",
             "TensorBoard": "callbacks",
             "WeightsAndBiases": "callbacks",
             "export_run_checkpoint": "export",

@@ -160,7 +160,7 @@ REFUSALS = [
     (
         "histories of an encoder",
         lambda folder: Encoder(
-            Store(write(folder, FRAME.assign(user=1, ts=2), **GROUPS, **HISTORY)), []
+            Store(write(folder, FRAME.assign(user=1, ts=2), **GROUPS, **HISTORY))
         ),
         ConfigError,
         "--like",

@@ -1,6 +1,7 @@
 import csv
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,11 +13,12 @@ from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 from recsys.train.evaluate import evaluate_run, open_saved_model, unknown_values
-from recsys.train.predict import predict_run
+from recsys.train.predict import Predictor, predict_run
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.train.judged_stores import SMALL_MODEL, write_store
 
+pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 SCHEMA = Schema.from_dict(
@@ -123,6 +125,26 @@ def test_rows_of_a_file_get_the_predictions_of_the_store_made_from_it(tmp_path, 
     # The split is in the order of the file, so samples are rows.
     np.testing.assert_allclose(found["score"], scores_of(clicks), rtol=1e-5)
     assert np.array_equal(found["label"], Store(tmp_path / "clicks").labels)
+
+
+def test_rows_of_a_frame_get_the_predictions_of_their_file(tmp_path, clicks):
+    file = write_csv(tmp_path / "new.csv", seed=1, new_sites=5)
+    predict_run(clicks, [file], tmp_path / "scores.parquet")
+    expected = read(tmp_path / "scores.parquet")["score"]
+    frame = pd.read_csv(file)
+    frame["tags"] = frame["tags"].fillna("")
+    predictor = Predictor(clicks, batch_size=64)
+
+    for given in (frame, frame.drop(columns="click"), pyarrow.Table.from_pandas(frame)):
+        found = predictor.predict(given)
+        assert (found.dtype, found.shape) == (np.float32, (300,))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(predictor.predict(frame[7:9]), expected[7:9], rtol=1e-5)
+    assert predictor.predict(frame[:0]).shape == (0,)
+    with pytest.raises(DatasetFormatError, match="must have column 'site'"):
+        predictor.predict(frame.drop(columns="site"))
+    with pytest.raises(DatasetFormatError, match=r"row 1 .*'price'"):
+        predictor.predict(frame[:3].assign(price=["1", "x", "2"]))
 
 
 def test_rows_need_no_label(tmp_path, clicks):

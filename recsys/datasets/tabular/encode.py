@@ -2,7 +2,7 @@
 
     `RowEncoder`   a batch  ->  numbers for values, float64, seconds, 0/1 labels: what is spooled
     `RowMaker`     those    ->  rows of embedding tables, float32 features: what a store holds
-    `Encoder`      files    ->  rows of a store that exists: both steps, by its vocabularies
+    `Encoder`      a batch  ->  rows of a store that exists: both steps, by its vocabularies
 
 Values of embedding tables get provisional numbers by first appearance in a column, block by block;
 their rows are known only after the training part was counted. Hashed values get their rows at once.
@@ -435,10 +435,8 @@ class Encoder:
 
     Args:
         store: A store that `recsys prepare table` made.
-        paths: The files.
 
     Attributes:
-        files: The files; `encode` takes their rows from the first one on.
         schema: The store's schema without group, times, weight, filter, split and negatives.
         unknown: How many values of each numbered column had no row of their own so far; missing
             values are not among them.
@@ -446,10 +444,9 @@ class Encoder:
     Raises:
         StoreError: the store has no schema, or its vocabularies are damaged.
         ConfigError: the schema has histories, which are made from the rows before.
-        ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
     """
 
-    def __init__(self, store: Store, paths: Sequence[str | Path]) -> None:
+    def __init__(self, store: Store) -> None:
         schema = read_schema(store)
         if schema.history:
             raise ConfigError(
@@ -466,9 +463,15 @@ class Encoder:
         }
         # Not checked again: rows to predict may have neither a label nor negatives.
         self.schema = schema.model_copy(update={**defaults, "split": FractionSplit()})
-        optional = self.schema.label_columns
-        self.files = TableFiles(paths, self.schema, optional=optional, with_hash=False)
         self._encoder = RowEncoder(self.schema, numbers, grow=False)
+
+    def files(self, paths: Sequence[str | Path]) -> TableFiles:
+        """Files whose rows `encode` takes.
+
+        Raises:
+            ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
+        """
+        return TableFiles(paths, self.schema, optional=self.schema.label_columns, with_hash=False)
 
     def encode(self, batch: pa.RecordBatch) -> StoreRows:
         """Encode a block of rows.
@@ -477,7 +480,7 @@ class Encoder:
         Weights, groups and times are None.
 
         Args:
-            batch: The next batch of the files.
+            batch: A batch of `files`, or of `Frames` of the schema.
         """
         return self._maker.make(self._encoder.encode(batch), {})
 

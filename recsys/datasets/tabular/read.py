@@ -213,14 +213,20 @@ class Frames:
         frames: A frame of pandas or a table of pyarrow, or any number of them, whose rows follow
             each other.
         schema: What the columns mean.
+        without: Columns of the schema that are not read, such as the label of rows to predict.
     """
 
     def __init__(
-        self, frames: pd.DataFrame | pa.Table | Iterable[pd.DataFrame | pa.Table], schema: Schema
+        self,
+        frames: pd.DataFrame | pa.Table | Iterable[pd.DataFrame | pa.Table],
+        schema: Schema,
+        *,
+        without: Collection[str] = (),
     ) -> None:
         is_one = hasattr(frames, "columns") or not isinstance(frames, Iterable)
         self._frames: Iterable[Any] = [frames] if is_one else frames
         self._schema = schema
+        self._columns = [name for name in schema.columns if name not in without]
         self._digest, self._num_rows = hashlib.sha256(), 0
 
     @property
@@ -249,7 +255,7 @@ class Frames:
                     f"{type(frame).__name__}; pandas.DataFrame(rows) makes one"
                 )
             found = list(getattr(frame, "column_names", frame.columns))
-            for name in (name for name in self._schema.columns if found.count(name) != 1):
+            for name in (name for name in self._columns if found.count(name) != 1):
                 raise DatasetFormatError(
                     f"frame {number}: must have column {name!r} once, has columns {found[:30]}; "
                     "correct the schema or the frame"
@@ -258,8 +264,7 @@ class Frames:
                 place = partial(_place_in_frame, number, start)
                 batch = conform(self._block(frame, start, place(0)), self._schema, place)
                 values = [plain(column) for column in batch.columns]  # without dictionaries
-                whole = pa.RecordBatch.from_arrays(values, batch.schema.names)
-                self._digest.update(whole.serialize())
+                self._digest.update(pa.record_batch(values, batch.schema.names).serialize())
                 self._num_rows += batch.num_rows
                 yield batch
 
@@ -267,7 +272,7 @@ class Frames:
         arrays = {}
         is_table = isinstance(frame, pa.Table)
         rows = (frame if is_table else frame.iloc)[start : start + _BATCH_ROWS]
-        for name in self._schema.columns:
+        for name in self._columns:
             try:
                 array = rows[name] if is_table else pa.array(rows[name], from_pandas=True)
             except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
@@ -275,8 +280,7 @@ class Frames:
                     f"{place}, column {name!r}: from here on, must have values of one type that "
                     f"Arrow has: {str(error)[:200]}; convert the column"
                 ) from error
-            is_chunked = isinstance(array, pa.ChunkedArray)
-            arrays[name] = array.combine_chunks() if is_chunked else array
+            arrays[name] = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
         return pa.RecordBatch.from_pydict(arrays)
 
 

@@ -332,8 +332,8 @@ def test_an_encoder_gives_the_samples_of_the_store(tmp_path, files):
     rows = files(clicks(30))
     prepare_table(rows, tmp_path / "store", Schema.from_dict(CLICKS))
     store = Store(tmp_path / "store")
-    encoder = Encoder(store, rows)
-    (batch,) = encoder.files.batches()
+    encoder = Encoder(store)
+    (batch,) = encoder.files(rows).batches()
     encoded = encoder.encode(batch)
     mine, theirs = encoded.as_batch(), store.read(np.arange(30))
     assert mine.sparse_features.keys() == theirs.sparse_features.keys()
@@ -347,8 +347,8 @@ def test_an_encoder_gives_the_samples_of_the_store(tmp_path, files):
 def test_an_encoder_needs_no_label_and_counts_unknown_values(tmp_path, files):
     prepare_table(files(clicks(30)), tmp_path / "store", Schema.from_dict(CLICKS))
     new = clicks(4, seed=8).drop(columns="click").assign(site=["a", "q", None, "b"])
-    encoder = Encoder(Store(tmp_path / "store"), files(new))
-    (batch,) = encoder.files.batches()
+    encoder = Encoder(Store(tmp_path / "store"))
+    (batch,) = encoder.files(files(new)).batches()
     encoded = encoder.encode(batch)
     encoder.encode(batch)
     assert encoded.others == {}
@@ -360,8 +360,8 @@ def test_an_encoder_reads_features_and_labels_alone(tmp_path, files):
     frame = clicks(30).assign(size=7, time=range(30), w=1.0)
     prepare_table(files(frame), tmp_path / "store", Schema.from_dict(tree))
     new = frame.assign(size=None, time="never", click=pd.array([1, None] * 15, "Int64"))
-    encoder = Encoder(Store(tmp_path / "store"), files(new))
-    table = encoder.files
+    encoder = Encoder(Store(tmp_path / "store"))
+    table = encoder.files(files(new))
     (batch,) = table.batches()
     encoded = encoder.encode(batch)
     assert table.columns == ("price", "site", "size", "tags", "click")

@@ -54,8 +54,8 @@ def test_a_store_like_one_with_text_labels(tmp_path, kind):
 def test_rows_to_predict_may_lack_text_labels(tmp_path, kind, bought, expected):
     write_store(rows(), SCHEMA, tmp_path / "store")
     file = write_file(rows(bought=bought), tmp_path / f"new.{kind}")
-    encoder = Encoder(Store(tmp_path / "store"), [file])
-    (batch,) = encoder.files.batches()
+    encoder = Encoder(Store(tmp_path / "store"))
+    (batch,) = encoder.files([file]).batches()
     assert encoder.encode(batch).others["labels"].tolist() == expected
 
 
