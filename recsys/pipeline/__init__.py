@@ -7,7 +7,6 @@
     take                takes the next one, and finds out whether it overwrites those that wait
     optimizers          the optimizers that a pipeline steps
     model_tables        which module will look up which ids of a mini-batch, and its claims
-    divided_tables      tables whose rows are divided among processes
     hotline             divides a mini-batch into popular samples and the others
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
     loss_and_output     checks what a model returned, and says why a loss is nan or inf

@@ -7,6 +7,7 @@ bag is known only to the model, so the user passes a function to the pipeline (`
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,6 @@ from recsys._support.user_code import warn_caller
 from recsys.batch import JaggedIds
 from recsys.embeddings.tables_module import TableModule, table_modules_in
 from recsys.embeddings.tiers.fetch import claim_together
-from recsys.pipeline.divided_tables import AbstractDividedTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,10 +27,46 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
     from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
-__all__ = ["ModelTables", "is_torchrec", "items_of"]
+__all__ = ["AbstractDividedTables", "ModelTables", "is_torchrec", "items_of"]
 
 _MOST_NESTED = 4
 _HOLD_NO_FEATURES = (Tensor, str, bytes, nn.Module)
+
+
+class AbstractDividedTables(nn.Module, ABC):
+    """A module that looks up rows that are divided among processes.
+
+        send        ids travel to the processes that have their rows: a collective
+        prefetch    each process claims slots for its rows and fetches them: no collective
+        forward     finds the ids that were sent; a collective
+
+    Whether a process has slots for the rows of a mini-batch is known to that process alone. So
+    nothing that depends on it may decide about a collective.
+
+    Attributes:
+        has_tiers: Whether rows are in two tiers on any process; the same on all.
+    """
+
+    has_tiers = False
+
+    @abstractmethod
+    def send(self, features: JaggedIds) -> None:
+        """Start to send the ids of a later mini-batch, and do not wait for them. A collective.
+
+        Args:
+            features: The input of a later `forward`, the very object.
+
+        Raises:
+            Exception: the ids of a process are invalid; every process raises.
+        """
+
+    @abstractmethod
+    def prefetch(self, features: JaggedIds) -> Claims:
+        """Wait for ids that were sent, and start to fetch this process's rows. No collective."""
+
+    @abstractmethod
+    def fetchers(self) -> list[Fetcher]:
+        """What moves this process's rows; empty if all are in fast memory."""
 
 
 class ModelTables:

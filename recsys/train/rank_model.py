@@ -41,7 +41,7 @@ from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.table import output_names
 from recsys.embeddings.tiers.budget import row_bytes
 from recsys.errors import ConfigError
-from recsys.pipeline.divided_tables import AbstractDividedTables
+from recsys.pipeline.model_tables import AbstractDividedTables
 from recsys.train.build import (
     build_network,
     constants_of,
