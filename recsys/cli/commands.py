@@ -217,7 +217,7 @@ def _prepare_table(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> int:
     from recsys.train.resume import resumed_config
 
-    is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    is_one_of_several = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if options.dry_run and (is_one_of_several or options.resume):
         raise ConfigError(
             "--dry-run is for a new run on one process; leave out "

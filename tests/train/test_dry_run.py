@@ -132,7 +132,7 @@ def test_the_command_makes_no_folder_and_is_for_a_new_run_on_one_process(
     assert main([*command, "--run", "mine", "--set", "save_model=false"]) == 0
     assert main([*command, "--set", "budget=1KiB"]) == 2
     assert main([*command, "--resume", "--run", "mine"]) == 2
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*command, "--run", "mine"]) == 2
     assert not list(tmp_path.iterdir())
