@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys._support.sizes import parse_bytes
 from recsys.batch import JaggedIds
 from recsys.datasets import SyntheticCriteo
 from recsys.embeddings import (
@@ -242,7 +241,7 @@ def test_a_line_of_the_table_is_of_the_budget_that_it_shows(num_rows, num_counte
     lines = [re.split(r"  +", line.strip()) for line in str(plan).split("\n")[1:]]
 
     assert len({line[0] for line in lines}) == len(lines)  # no budget twice
-    assert plan.budget_bytes in [parse_bytes(line[0]) for line in lines]
+    assert plan.budget_bytes in [plan.retarget(line[0]).budget_bytes for line in lines]
     for budget, _, num_pinned, *_ in lines:
         assert num_pinned == f"{plan.retarget(budget).num_pinned:,}"
 
