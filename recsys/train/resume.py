@@ -8,7 +8,6 @@ and what is measured and saved may change; each key has its marker in `recsys/co
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._support.files import alone_in, as_argument
@@ -26,7 +25,8 @@ from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from contextlib import ExitStack
     from pathlib import Path
 
 __all__ = ["Reopened", "reopened", "resumed_config"]
@@ -46,8 +46,9 @@ class Reopened(NamedTuple):
     record: dict[str, Any] | None
 
 
-@contextmanager
-def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator[Reopened | None]:
+def reopened(
+    config: TrainConfig, run_dir: Path, number: int | None, stack: ExitStack
+) -> Reopened | None:
     """Open and lock the folder of a run, and check that it can continue with a configuration.
 
     Nothing is written to the folder.
@@ -56,8 +57,9 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         config: The configuration to continue with.
         run_dir: The folder.
         number: The checkpoint to continue from; None for the newest complete one.
+        stack: Is closed after the run; unlocks the folder.
 
-    Yields:
+    Returns:
         The run; None if the folder is new or empty.
 
     Raises:
@@ -69,37 +71,38 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
     """
     is_new = not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir()))
     if is_new and number is None:
-        _say(f"{run_dir} is new: training starts from the first sample")
-        yield None
-        return
+        sys.stderr.write(f"{run_dir} is new: training starts from the first sample\n")
+        return None
     from recsys.train.checkpoint import newest  # imports PyTorch
 
     folder = RunFolder.open(run_dir)
-    with alone_in(run_dir, "recsys train"):
-        before = folder.read_config()
-        _require_same_run(run_dir, before, config)
-        if config.data == before.data:
-            folder.require_data(config.data)
-        record = folder.read_record() if folder.record_file.is_file() else {}
-        is_finished = record.get("status") == "finished"
-        has_model = folder.model_file.is_file() or not config.save_model
-        if is_finished and has_model and number is None and config.epochs == before.epochs:
-            _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
-            yield Reopened(folder, None, record)
-            return
-        saved = newest(folder.checkpoints_folder) if number is None else number
-        if saved is not None:
-            _require_same_data(folder, saved, config)
-        elif is_finished:
-            raise AlreadyExists(
-                f"{run_dir} is finished and has no checkpoint to continue from: none could be "
-                "written, or it was shorter than checkpoint.every_seconds and "
-                "checkpoint.every_steps was not set; choose another folder with --run to train "
-                "from the first sample"
-            )
-        else:
-            _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
-        yield Reopened(folder, saved, None)
+    stack.enter_context(alone_in(run_dir, "recsys train"))
+    before = folder.read_config()
+    _require_same_run(run_dir, before, config)
+    if config.data == before.data:
+        folder.require_data(config.data)
+    record = folder.read_record() if folder.record_file.is_file() else {}
+    is_finished = record.get("status") == "finished"
+    has_model = folder.model_file.is_file() or not config.save_model
+    if is_finished and has_model and number is None and config.epochs == before.epochs:
+        sys.stderr.write(
+            f"{run_dir} is finished; to train more, set epochs above {before.epochs}\n"
+        )
+        return Reopened(folder, None, record)
+    saved = newest(folder.checkpoints_folder) if number is None else number
+    if saved is not None:
+        _require_same_data(folder, saved, config)
+    elif is_finished:
+        raise AlreadyExists(
+            f"{run_dir} is finished and has no checkpoint to continue from: none could be written, "
+            "or it was shorter than checkpoint.every_seconds and checkpoint.every_steps was not "
+            "set; choose another folder with --run to train from the first sample"
+        )
+    else:
+        sys.stderr.write(
+            f"{run_dir} has no complete checkpoint: training starts from the first sample\n"
+        )
+    return Reopened(folder, saved, None)
 
 
 def _require_same_run(run_dir: Path, before: TrainConfig, config: TrainConfig) -> None:
@@ -152,10 +155,6 @@ def _require_same_data(folder: RunFolder, saved: int, config: TrainConfig) -> No
             f"{found!r} now; name the data of the run, or go on with other data in a new run by "
             f"--set {as_argument(f'init_from={folder.path}')}"
         )
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
 
 
 def resumed_config(

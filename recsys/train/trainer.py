@@ -157,7 +157,7 @@ def _reopened(
     config: TrainConfig, run_dir: Path, own_dir: Path, number: int | None, stack: ExitStack
 ) -> Reopened | None:
     """Open the run to continue, on the first process; the others learn what it has found."""
-    earlier = None if rank() else stack.enter_context(reopened(config, run_dir, number))
+    earlier = None if rank() else reopened(config, run_dir, number, stack)
     found = gather_objects(None if earlier is None else earlier[1:])[0]
     if rank() and found is not None:
         return Reopened(RunFolder.create(own_dir, config), *found)
