@@ -307,12 +307,11 @@ def restore(model: nn.Module) -> Accelerated:
         attachment.require_releasable()
     for attachment in made:
         attachment.release()
-    originals: dict[nn.Module, nn.Module] = {}
     for module, original in kept.items():
         module.detach()
-        originals[module] = original
         _give_back(module, original)
         del module.__dict__[KEPT]
+    originals: dict[nn.Module, nn.Module] = dict(kept.items())
     _exchange(model, originals)
     return Accelerated(_describe(names, originals), {}, (_LEFT_TO_CALLER,), ())
 
@@ -443,12 +442,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
     """Replace each key by its value in the model, except inside other keys."""
     inside = {part for each in counterparts for part in each.modules()}
-    for parent in list(model.modules()):
-        for name, child in () if parent in inside else _children(parent):
-            if child in counterparts:
+    for parent in set(model.modules()) - inside:
+        for name, child in parent._modules.items():  # also under a second name
+            if child is not None and child in counterparts:
                 parent._modules[name] = counterparts[child]
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Children under every name; `named_children` lists a module that is used twice only once."""
-    return ((name, child) for name, child in module._modules.items() if child is not None)

@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -222,8 +222,7 @@ def plan_of_model(
             "leaves the other tables alone, move the model by .to(), or leave out budget="
         )
     if plan is None:
-        assert budget is not None
-        return parse_bytes(budget, "budget"), {}
+        return parse_bytes(cast("int | str", budget), "budget"), {}
     firsts = {table.weight: table for table in reversed(tables)}
     uses = Counter(table.planned_as for table in firsts.values())
     named = {
