@@ -28,9 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from recsys._support.files import as_argument, existing
+from recsys._support.safetensors_dtypes import DTYPES
 from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys._support.user_code import current_folder_last, import_class
 from recsys.batch import PooledEmbeddings, features_by_table, histories_of
 from recsys.datasets.loader import BatchLoader
@@ -63,7 +66,6 @@ from recsys.pipeline import (
 from recsys.pipeline.loss_and_output import explain_loss
 from recsys.pipeline.skip.paper import budget_beside_hot_rows
 from recsys.train.ranks import gather, gather_objects, num_ranks
-from recsys.train.saved_state import require_savable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -509,8 +511,24 @@ def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module
             f"model.name {name!r}: the class is built as {custom.__name__}(embeddings, num_dense), "
             f"which raised a TypeError: {error}"
         ) from error
-    require_savable(model, f"model.name {name!r}")
+    with DisableTorchFunctionSubclass():  # internal read of the tables
+        state = model.state_dict()
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or key.endswith("_extra_state") or _is_odd(value):
+            raise ConfigError(
+                f"model.name {name!r}: {key} of its state dict cannot be saved: it must be a dense "
+                f"tensor that has a shape, in one of {sorted(map(str, DTYPES.values()))}; convert "
+                "it, or register it with persistent=False"
+            )
     return model
+
+
+def _is_odd(value: Tensor) -> bool:
+    """Whether a tensor is lazy, sparse, expanded, or of a dtype without a name in safetensors."""
+    if is_lazy(value) or value.layout is not torch.strided or value.dtype not in DTYPES.values():
+        return True
+    dims = zip(value.shape, value.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in dims)
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
