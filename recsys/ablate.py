@@ -383,6 +383,20 @@ def _finished(
         ConfigError: its record or its history is damaged, or the history is incomplete.
     """
     run = RunFolder(folder / "cells" / cell.name)
+    try:
+        return _read_cell(config, run, cell, fingerprint)
+    except (RecsysError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"cell {cell.name}: {run.record_file} or {run.history_file} is damaged "
+            f"({type(error).__name__}: {error}); remove {run.path} to run it again"
+        ) from error
+
+
+def _read_cell(
+    config: AblationConfig, run: RunFolder, cell: Cell, fingerprint: str | None
+) -> dict[str, Any] | None:
     record = run.read_record() if run.record_file.is_file() else {}
     if record.get("status") not in ("finished", "diverged"):
         return None
