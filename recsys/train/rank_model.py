@@ -50,7 +50,7 @@ from recsys.train.build import (
     row_optimizer,
     tables_of,
 )
-from recsys.train.checkpoint.format import last_number, newest, remove_unneeded, row_ranges
+from recsys.train.checkpoint.format import row_ranges
 from recsys.train.checkpoint.restore import Layout, Share
 from recsys.train.ranks import any_of, gather_objects, num_ranks, rank
 
@@ -148,26 +148,16 @@ class DividedRows(NamedTuple):
     dims: dict[str, int]
     placement: dict[str, int | None]
 
-    def share(self, numbers_after: int = 0) -> Share:
-        """What this process saves and restores; `numbers_after` as for `Share`."""
-        return Share(rank(), num_ranks(), self.layout, gather_objects, numbers_after)
+    def share(self) -> Share:
+        """What this process saves and restores."""
+        return Share(rank(), num_ranks(), self.layout, gather_objects)
 
-    def share_to_save(self, folder: RunFolder, saved: int | None) -> Share:
-        """What this process saves. A collective.
-
-        Args:
-            folder: The folder of the run, of which the first process removes unneeded checkpoints.
-            saved: The checkpoint that the run continues from, if any.
+    def require_seen(self, folder: RunFolder) -> None:
+        """Check that this process sees the folder of the run, which the first one has made.
 
         Raises:
-            ConfigError: this process does not see the folder, which the first one has made.
+            ConfigError: it does not.
         """
-        place, number = folder.checkpoints_folder, 0
-        if not rank():
-            if saved == newest(place):
-                remove_unneeded(place, unfinished=True)
-            number = last_number(place)
-        share = self.share(gather_objects(number)[0])
         if rank():
             with suppress(OSError):  # a file server may not have told yet; this asks it
                 folder.path.mkdir()
@@ -178,7 +168,6 @@ class DividedRows(NamedTuple):
                     "first process has made; name a folder that all machines share by --run, or "
                     "set checkpoint.every_seconds and checkpoint.every_steps to 0"
                 )
-        return share
 
     def save(self, folder: RunFolder, model: nn.Module) -> None:
         """Collect all rows on the first process, which writes the file. A collective.

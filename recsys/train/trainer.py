@@ -285,8 +285,10 @@ class Trainer:
                 optimizers=self.optimizers,
                 buffer_bytes=config.checkpoint.buffer_bytes,
                 after=after,
-                share=None if self.divided is None else self.divided.share_to_save(of_run, after),
+                share=None if self.divided is None else self.divided.share(),
             )
+            if self.divided is not None:
+                self.divided.require_seen(of_run)
             self._newest, self._cut_at = self.checkpoints.newest, dict[str, int]()
         self.has_saved = after is not None
         if show:

@@ -177,14 +177,12 @@ class Share(NamedTuple):
         num_ranks: How many there are.
         layout: Which rows each has.
         gather: Returns what every process gave, by rank. A collective.
-        numbers_after: Checkpoints get higher numbers than this one, the same for all.
     """
 
     rank: int
     num_ranks: int
     layout: Layout
     gather: Callable[[Any], list[Any]]
-    numbers_after: int
 
 
 class Contents:

@@ -134,7 +134,7 @@ class Checkpoints:
         after: Number of the checkpoint in this folder that the model was just restored from. Then
             only rows updated since are written.
         share: The rows of the model, where several processes save together; None if it has all.
-            Then `save` and `wait` are collectives.
+            Then making this object, `save` and `wait` are collectives.
 
     Raises:
         CheckpointError: `after` is not a complete checkpoint.
@@ -156,27 +156,15 @@ class Checkpoints:
         self._rank = 0 if share is None else share.rank
         _require_only_checkpoints(self._folder)
         self._contents = Contents(model, listed(optimizers), share)
-        make_folders(self._folder)
-        self._last: Manifest | None = None  # the newest that is known to be complete
         self._full: PieceWriter | None = None  # that no checkpoint has yet
         self._full_copied: Future[None]
         self._continues = after is not None  # the last checkpoint, by a delta
         self._cut: _Cut | None = None
         self._counts = {"num_saved": 0, "num_failed": 0, "written_bytes": 0}
         with ExitStack() as stack:
-            number = after
-            if not self._rank:
-                refusal = (
-                    f"another Checkpoints is at work in {self._folder}; close it, or choose "
-                    "another folder"
-                )
-                stack.enter_context(alone_with(self._folder / "LOCK", refusal))
-                last = newest(self._folder)
-                number = last if after is None else after
-                if share is None and number == last:  # else what is continued is deleted, maybe
-                    remove_unneeded(self._folder, unfinished=True)
-            self._last = None if number is None else read_manifest(self._folder, number)
-            self._number = last_number(self._folder) if share is None else share.numbers_after
+            # No other process writes before the first one has told it what is there.
+            found = None if self._rank else self._open(stack, after)
+            self._last, self._number = self._gather(found)[0]
             if after is not None:
                 self._contents.tables.track()
             lock = stack.pop_all()
@@ -186,6 +174,18 @@ class Checkpoints:
         self._room = threading.Semaphore(max(1, buffer_bytes // BLOCK_BYTES - 1))
         # Runs also when the last reference is dropped, and when the interpreter exits.
         self._release = finalize(self, _release, self._thread, self._contents, lock)
+
+    def _open(self, stack: ExitStack, after: int | None) -> tuple[Manifest | None, int]:
+        """Lock the folder; returns the checkpoint before the next one, and the highest number."""
+        folder = self._folder
+        make_folders(folder)
+        refusal = f"another Checkpoints is at work in {folder}; close it, or choose another folder"
+        stack.enter_context(alone_with(folder / "LOCK", refusal))
+        last = newest(folder)
+        number = last if after is None else after
+        if number == last:  # else what is continued is deleted, maybe
+            remove_unneeded(folder, unfinished=True)
+        return None if number is None else read_manifest(folder, number), last_number(folder)
 
     def prepare(self) -> None:
         """Start to copy every row in the background, unless there is a full piece already.

@@ -41,7 +41,7 @@ def shares(training):
         if key.startswith("tables.")
     }
     return [
-        Share(rank, WORLD, layout, lambda value, rank=rank: group.gather(rank, value), 0)
+        Share(rank, WORLD, layout, lambda value, rank=rank: group.gather(rank, value))
         for rank in range(WORLD)
     ]
 
@@ -65,10 +65,14 @@ def group(tmp_path):
     """A training of two processes, and what saves it."""
     training = make_training()
     models = [training, without_tables(training)]
-    checkpoints = [
-        Checkpoints(tmp_path, model=each.model, optimizers=each.optimizers, share=share)
-        for each, share in zip(models, shares(training), strict=True)
-    ]
+    checkpoints = on_both(
+        *(
+            lambda each=each, share=share: Checkpoints(
+                tmp_path, model=each.model, optimizers=each.optimizers, share=share
+            )
+            for each, share in zip(models, shares(training), strict=True)
+        )
+    )
     yield SimpleNamespace(training=training, checkpoints=checkpoints)
     for each in checkpoints:
         each.close()
