@@ -462,6 +462,7 @@ class RunCallbacks:
         epochs: Of the run. A run that has stopped and continues with more trains on.
 
     Attributes:
+        stop_request: Why a callback asks that training ends after this step; None if none does.
         stopped: The step after which a callback has ended training, and why, as in the run record;
             None if none has.
     """
@@ -476,7 +477,7 @@ class RunCallbacks:
         self._epochs = epochs
         self._states: dict[str, Any] = {}  # to load
         self._started: list[str] = []
-        self._stop_request: dict[str, Any] | None = None
+        self.stop_request: dict[str, Any] | None = None
         self.stopped: dict[str, Any] | None = None
 
     def start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
@@ -494,18 +495,18 @@ class RunCallbacks:
             self._call(name, "on_train_start", run_dir, record)
             self._started.append(name)
 
-    def report(self, entry: Mapping[str, Any]) -> None:
-        """After a report."""
+    def tell(self, method: str, entry: Mapping[str, Any]) -> None:
+        """Call a method of each callback: "on_report" or "on_save_checkpoint"."""
         for name in self._callbacks:
-            self._call(name, "on_report", entry)
+            self._call(name, method, entry)
 
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         """After an evaluation during training."""
         for name, callback in self._callbacks.items():
-            if self._call(name, "on_validation_end", entry) and self._stop_request is None:
-                self._stop_request = {"step": entry["step"], "callback": name}
+            if self._call(name, "on_validation_end", entry) and self.stop_request is None:
+                self.stop_request = {"step": entry["step"], "callback": name}
                 if isinstance(callback, EarlyStopping):
-                    self._stop_request |= callback.state_dict()
+                    self.stop_request |= callback.state_dict()
 
     @property
     def keeps_best(self) -> EarlyStopping | None:
@@ -513,20 +514,9 @@ class RunCallbacks:
         stopping = (each for each in self._callbacks.values() if isinstance(each, EarlyStopping))
         return next((each for each in stopping if each.keeps_best), None)
 
-    @property
-    def wants_stop(self) -> bool:
-        """Whether a callback asks that training ends after this step."""
-        return self._stop_request is not None
-
     def stop(self, step: int) -> None:
         """Training ends after this step, because a callback of some process has asked for it."""
-        self.stopped = self._stop_request or {"step": step, "callback": None}
-
-    def checkpoints(self, complete: Iterable[Mapping[str, Any]]) -> None:
-        """After checkpoints were found complete."""
-        for checkpoint in complete:
-            for name in self._callbacks:
-                self._call(name, "on_save_checkpoint", checkpoint)
+        self.stopped = self.stop_request or {"step": step, "callback": None}
 
     def end(self, record: Mapping[str, Any], error: BaseException | None = None) -> None:
         """At the end of the run: end those that were started, even if one raises an error.

@@ -387,7 +387,7 @@ class Trainer:
         is_interrupted, is_due, is_stopped = any_of(
             interrupted.is_set(),
             not is_last and self._is_checkpoint_due(),
-            self.callbacks.wants_stop and not is_last,
+            self.callbacks.stop_request is not None and not is_last,
         )
         if is_stopped:
             self.callbacks.stop(progress.num_steps)
@@ -489,7 +489,7 @@ class Trainer:
         number = self.checkpoints.newest
         if number != self._newest:
             self._newest = number
-            self.callbacks.checkpoints([{"number": number, **self._cut_at}])
+            self.callbacks.tell("on_save_checkpoint", {"number": number, **self._cut_at})
 
     def _end_checkpoints(self) -> None:
         """Write the checkpoint that waits, if any. No collective: other processes may be gone."""
