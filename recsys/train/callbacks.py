@@ -57,7 +57,7 @@ class Callback:
         """
 
     def on_report(self, report: Mapping[str, Any]) -> None:
-        """After a report on training; there are 100 in a run, or one each step.
+        """After a report on training; there are about 100 in a run, or one each step.
 
         Args:
             report: The line of `history.jsonl`: `step`, `num_samples` seen so far, `train_loss`,
