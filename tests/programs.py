@@ -311,6 +311,15 @@ def _read_gradients(run, batches, draw):
     return found
 
 
+def _scale_gradients(run, batches, draw):
+    run.zero_grad()
+    backward(run.model(batches[0]))
+    for parameter in run.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    run.step()
+
+
 def _keep_a_loss(run, batches, draw):
     if len(run.losses) < 2:
         run.losses.append(run.model(batches[0]))
@@ -373,6 +382,7 @@ _THINGS = [
     _write,
     _freeze_for_a_step,
     _read_gradients,
+    _scale_gradients,
     _act_between_backward_and_step,
     _keep_a_loss,
     _go_back_to_a_loss,

@@ -87,21 +87,6 @@ def train(model, its_optimizers, numbers=range(4)):
             optimizer.step()
 
 
-def test_gradients_clipped_by_hand_are_those_that_count():
-    runs = pair()
-
-    for model, (optimizer,) in runs:
-        for number in range(3):
-            optimizer.zero_grad()
-            loss_of(model, number).backward()
-            for parameter in model.parameters():
-                gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
-                parameter.grad = gradient * min(1.0, 0.01 / float(gradient.norm()))
-            optimizer.step()
-
-    require_equal(runs)
-
-
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 def test_steps_that_grad_scaler_skips_move_nothing(options):
     torch.manual_seed(0)
