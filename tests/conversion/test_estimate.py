@@ -191,6 +191,7 @@ def test_the_least_budget_is_enough_and_a_byte_less_is_not():
             run(model, optimizer=optimizer, budget=least - 1)
     assert recsys.estimate(model, least, optimizer=optimizer).budget_bytes == least
     recsys.accelerate(model, optimizer=optimizer, budget=least)
+    assert recsys.estimate(Bags({"users": (1, 8)}), optimizer=SGD(lr=0.1)).floor_bytes == 32
 
 
 def test_a_terabyte_is_estimated_without_its_memory():

@@ -115,15 +115,15 @@ def test_the_share_is_reached_and_hard_samples_are_kept(share):
             sizes.append(len(made.batch))
             weight_sum += float(made.weights.sum())
 
-    total = 300 * 512
-    assert abs(1 - sum(sizes) / total - share) < 0.001
+    assert abs(1 - sum(sizes) / (300 * 512) - share) < 0.001
     assert max(sizes) - min(sizes) <= 1
-    assert abs(weight_sum / total - 1) < 0.02
+    assert abs(weight_sum / (300 * 512) - 1) < 0.02
     chosen = sampler(RawBatch(batch, 512, 400, 400 * 512, 0, 400))
-    assert float(chosen.weights.max()) <= 10.0001
-    found = predict(list(sampler.versions.values())[-1], sampler._features_of(batch, 512))
-    errors = np.abs(found - batch.labels.numpy())
-    assert errors[chosen.samples].mean() > 1.05 * errors.mean()
+    assert 1.01 < float(chosen.weights.max()) <= 10.0001
+    [*_, weights] = [each for first, each in sampler.versions.items() if first <= 400]
+    found = predict(weights, sampler._features_of(batch, 512))
+    order = np.argsort(np.abs(found - batch.labels.numpy())[chosen.samples])
+    assert (np.diff(chosen.weights[order]) <= 1e-4).all()  # the larger the error, the likelier
 
 
 def test_a_version_holds_from_32_mini_batches_later_on():
