@@ -455,6 +455,8 @@ class TextFile:
         text, place = str(error), self.path
         if "straddl" in text:
             return self.misplaced_quote()
+        if isinstance(error, UnicodeEncodeError):  # of the names
+            place += ", line 1"
         if row := re.search(r"Row #(\d+): ?", text):
             place = self.place(int(row[1]) - 1 - (not self._names))
         if column := re.search(r"In CSV column #(\d+): ", text):
