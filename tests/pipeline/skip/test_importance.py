@@ -120,10 +120,11 @@ def test_the_share_is_reached_and_hard_samples_are_kept(share):
     assert abs(weight_sum / (300 * 512) - 1) < 0.02
     chosen = sampler(RawBatch(batch, 512, 400, 400 * 512, 0, 400))
     assert 1.01 < float(chosen.weights.max()) <= 10.0001
-    [*_, weights] = [each for first, each in sampler.versions.items() if first <= 400]
-    found = predict(weights, sampler._features_of(batch, 512))
-    order = np.argsort(np.abs(found - batch.labels.numpy())[chosen.samples])
-    assert (np.diff(chosen.weights[order]) <= 1e-4).all()  # the larger the error, the likelier
+    held = sampler.versions[max(first for first in sampler.versions if first <= 400)]
+    errors = predict(held, sampler._features_of(batch, 512)) - batch.labels.numpy()
+    assert (
+        np.diff(chosen.weights[np.argsort(np.abs(errors[chosen.samples]))]) <= 1e-4
+    ).all()  # the larger the error, the likelier
 
 
 def test_a_version_holds_from_32_mini_batches_later_on():
