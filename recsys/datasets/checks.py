@@ -79,10 +79,13 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
         name for name, labels in zip(names, labels_NK.T, strict=True) if (labels == labels[0]).all()
     ]
     telling: dict[str, list[str]] = {name: [] for name in names}
+    drawn = store.meta.get("schema", {}).get("negatives", {})
     for column, values in _columns(store, samples):
         if (values == values[0]).all():
             constant.append(column)
             continue
+        if column in (drawn.get("item"), *drawn.get("item_columns", ())):
+            continue  # popular items are rarely drawn as negatives, which is no leak
         for name, labels in zip(names, labels_NK.T, strict=True):
             if (_auc_alone(values, labels) or 0) >= _TELLS_LABEL or _tells_one(values, labels):
                 telling[name].append(column)

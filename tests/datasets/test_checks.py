@@ -37,8 +37,19 @@ def findings(tmp_path, columns, **schema):
     return Store(path).describe().get("findings", [])
 
 
-def test_there_is_nothing_to_say_of_good_data(tmp_path):
-    assert findings(tmp_path, {}) == []
+@pytest.mark.parametrize(
+    ("columns", "schema"),
+    [
+        ({}, {}),
+        # Of 50 popular items, some are never drawn as a negative.
+        (
+            {"item": np.where(GROUPS < 60, ITEMS, 50 + np.arange(NUM_ROWS))},
+            {"label": "", "negatives": {"item": "item", "per_positive": 2}},
+        ),
+    ],
+)
+def test_there_is_nothing_to_say_of_good_data(tmp_path, columns, schema):
+    assert findings(tmp_path, columns, **schema) == []
 
 
 def few_positives(first):
