@@ -41,6 +41,8 @@ SCRIPTS = {
         ("recsys_pooled", "loopback_sent"),
     },
     "prepare.py --table": {("recsys-parquet", "speed_over_pandas"), ("pandas", "peak_memory")},
+    "time_to_auc.py": {("recsys", "auc"), ("fbgemm", "epoch"), ("torchrec", "time_to_auc")},
+    "frameworks.py": {("plain", "last_loss"), ("recsys", "largest_difference")},
     "slipstream/cost.py --batch-sizes 128": {("observe", "time_over_plain")},
     "lookup.py --against CHECKOUT --pairs 1": {("new", "time_over_old"), ("old", "time")},
 }  # fmt: skip
