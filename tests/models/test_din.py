@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from recsys.models import DIN
-from recsys.models.dlrm import initialize_classic
 from tests.models.sequence_data import (
     HISTORIES,
     NUM_DENSE,
@@ -41,38 +40,23 @@ def logits_of(reference, batch, histories):
 
 
 @pytest.mark.parametrize(
-    "lengths",
-    [[3, 0, 1, 8, 5], [0, 0], [4, 4, 4], [1, 1, 1]],
-    ids=["mixed", "empty", "equal", "one step"],
+    ("lengths", "category_lengths", "histories"),
+    [
+        ([3, 0, 1, 8, 5], None, HISTORIES),
+        ([0, 0], None, HISTORIES),
+        ([4, 4, 4], None, HISTORIES),
+        ([1, 1, 1], None, HISTORIES),
+        ([3, 0, 1, 5], [0, 2, 4, 5], HISTORIES),
+        ([2, 0, 5], None, {"category_history": "category"}),  # the other one is summed
+    ],
+    ids=["mixed", "empty", "equal", "one step", "other lengths", "one history"],
 )
 @pytest.mark.parametrize("num_dense", [0, NUM_DENSE])
-def test_logits_and_gradients_are_those_of_the_formulas(lengths, num_dense):
-    model, batch = make_din(num_dense), make_batch(lengths, num_dense=num_dense)
-    reference = Reference(model)
-
-    require_equal(model, batch, reference, logits_of(reference, batch, HISTORIES))
-
-
-def test_histories_may_have_other_lengths_than_each_other():
-    model, batch = make_din(), make_batch([3, 0, 1, 5], category_lengths=[0, 2, 4, 5])
-    reference = Reference(model)
-
-    require_equal(model, batch, reference, logits_of(reference, batch, HISTORIES))
-
-
-def test_classic_initialisation_leaves_attention_alone():
-    model = make_din()
-    before = {name: value.clone() for name, value in model.named_parameters()}
-
-    initialize_classic(model)
-
-    for name, value in model.named_parameters():
-        assert torch.equal(value, before[name]) == (not name.startswith("over_arch")), name
-
-
-def test_one_history_leaves_the_other_to_be_summed():
-    histories = {"category_history": "category"}
-    model, batch = make_din(histories=histories), make_batch([2, 0, 5])
+def test_logits_and_gradients_are_those_of_the_formulas(
+    lengths, category_lengths, histories, num_dense
+):
+    model = make_din(num_dense, histories)
+    batch = make_batch(lengths, num_dense=num_dense, category_lengths=category_lengths)
     reference = Reference(model)
 
     require_equal(model, batch, reference, logits_of(reference, batch, histories))

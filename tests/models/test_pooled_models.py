@@ -3,102 +3,82 @@
 import pytest
 import torch
 
-from recsys.embeddings import HotColdEmbeddingBagCollection
+from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.models import DLRM, DCNv2, DeepFM
-from recsys.models.dlrm import initialize_classic
-from recsys.train.build import TorchEmbeddingBags
+from tests.models import formulas
 
 DENSE_ARCH, OVER_ARCH = [8, 4], [16, 8, 1]
-KINDS = pytest.mark.parametrize("kind", ["dlrm", "dcn_v2", "deepfm"])
 DIMS = pytest.mark.parametrize("dims", [(4, 4, 4), (4, 2, 3)], ids=["one dim", "three dims"])
 
 
-def make_model(kind, tables, num_dense=5):
+def make_model(kind, dims=(4, 4, 4), num_dense=5):
     """With a cross network of two layers of rank 3."""
+    tables = HotColdEmbeddingBagCollection(formulas.make_tables(dims))
     sizes = tables, num_dense, DENSE_ARCH, OVER_ARCH
     if kind == "dcn_v2":
         return DCNv2(*sizes, dcn_num_layers=2, dcn_low_rank_dim=3)
     return {"dlrm": DLRM, "deepfm": DeepFM}[kind](*sizes)
 
 
-@pytest.fixture
-def formula_of(formulas):
-    """The logit of one sample by name of the model, from its weights and vectors."""
-
-    def dlrm(weights, vectors):
-        products = formulas.products_of_pairs(vectors)
-        return formulas.over_arch(weights, torch.cat([vectors[0], torch.stack(products)]))
-
-    def dcn_v2(weights, vectors):
-        first = crossed = torch.cat(vectors)
-        for layer in range(2):
-            prefix = "inter_arch.crossnet"
-            W, V = (weights[f"{prefix}.{name}_kernels.{layer}"] for name in "WV")
-            crossed = first * (W @ (V @ crossed) + weights[f"{prefix}.bias.{layer}"]) + crossed
-        return formulas.over_arch(weights, crossed)
-
-    def deepfm(weights, vectors):
-        first_order = sum(vector[0] for vector in vectors)
-        second_order = sum(formulas.products_of_pairs([vector[1:] for vector in vectors]))
-        return formulas.over_arch(weights, torch.cat(vectors)) + first_order + second_order
-
-    return {"dlrm": dlrm, "dcn_v2": dcn_v2, "deepfm": deepfm}
+def dlrm(weights, vectors):
+    """The logit of one sample, from the weights of the model and the sample's vectors."""
+    products = formulas.products_of_pairs(vectors)
+    return formulas.over_arch(weights, torch.cat([vectors[0], torch.stack(products)]))
 
 
-@KINDS
-@pytest.mark.parametrize("bags", ["bags", "one-hot"])
-@DIMS
-def test_logits_and_gradients_are_the_formulas(kind, bags, dims, formulas, formula_of):
-    model = make_model(kind, TorchEmbeddingBags(formulas.make_tables(dims))).double()
-    formulas.draw_parameters(model)
+def dcn_v2(weights, vectors):
+    first = crossed = torch.cat(vectors)
+    for layer in range(2):
+        prefix = "inter_arch.crossnet"
+        W, V = (weights[f"{prefix}.{name}_kernels.{layer}"] for name in "WV")
+        crossed = first * (W @ (V @ crossed) + weights[f"{prefix}.bias.{layer}"]) + crossed
+    return formulas.over_arch(weights, crossed)
 
-    formulas.require_formula(model, formulas.make_batch(bags), formula_of[kind])
+
+def deepfm(weights, vectors):
+    first_order = sum(vector[0] for vector in vectors)
+    second_order = sum(formulas.products_of_pairs([vector[1:] for vector in vectors]))
+    return formulas.over_arch(weights, torch.cat(vectors)) + first_order + second_order
+
+
+FORMULAS = {"dlrm": dlrm, "dcn_v2": dcn_v2, "deepfm": deepfm}
+KINDS = pytest.mark.parametrize("kind", FORMULAS)
 
 
 @KINDS
 @pytest.mark.parametrize("bags", ["bags", "one-hot"])
-@DIMS
-def test_over_recsys_tables_they_are_the_formulas_within_float32(
-    kind, bags, dims, formulas, formula_of
-):
-    model = make_model(kind, HotColdEmbeddingBagCollection(formulas.make_tables(dims)))
-    formulas.draw_parameters(model)
-    batch = formulas.make_batch(bags)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 3e-6)], ids=["64", "32"]
+)
+@pytest.mark.parametrize(
+    ("dims", "num_dense"),
+    [((4, 4, 4), 5), ((4, 2, 3), 5), ((4, 4, 4), 0)],
+    ids=["one dim", "three dims", "no dense features"],
+)
+def test_logits_and_gradients_are_the_formulas(kind, bags, dtype, tolerance, dims, num_dense):
+    model = formulas.draw_parameters(make_model(kind, dims, num_dense).to(dtype))
+    batch = formulas.make_batch(bags, num_dense)
 
-    formulas.require_formula(model, batch, formula_of[kind], tolerance=1e-6)
-
-
-@KINDS
-def test_without_dense_features_they_are_the_formulas_too(kind, formulas, formula_of):
-    model = make_model(kind, TorchEmbeddingBags(formulas.make_tables()), num_dense=0).double()
-    formulas.draw_parameters(model)
-
-    formulas.require_formula(model, formulas.make_batch(num_dense=0), formula_of[kind])
+    formulas.require_formula(model, batch, FORMULAS[kind], tolerance)
 
 
 @KINDS
-def test_logits_follow_from_the_vectors_of_dense_and_sparse_features(kind, formulas):
-    model = make_model(kind, TorchEmbeddingBags(formulas.make_tables((4, 2, 3)))).double()
+def test_logits_follow_from_the_vectors_of_dense_and_sparse_features(kind):
+    model = make_model(kind, (4, 2, 3)).double()
     batch = formulas.make_batch()
 
     vectors = model.dense_arch(batch.dense_features), model.sparse_arch(batch.sparse_features)
 
     assert [each.shape for each in vectors] == [(6, 4), (6, 3, 4)]
     assert torch.equal(model.head(*vectors), model(batch.dense_features, batch.sparse_features))
-
-
-@KINDS
-def test_a_mini_batch_of_no_sample_has_no_logit(kind, formulas):
-    model = make_model(kind, TorchEmbeddingBags(formulas.make_tables()))
-
-    assert model.head(torch.empty(0, 4), torch.empty(0, 3, 4)).shape == (0, 1)
+    nothing = model.head(*(each[:0] for each in vectors))
+    assert nothing.shape == (0, 1)
 
 
 @KINDS
 @DIMS
-def test_autocast_computes_close_logits_in_float32(kind, dims, formulas):
-    model = make_model(kind, HotColdEmbeddingBagCollection(formulas.make_tables(dims)))
-    formulas.draw_parameters(model)
+def test_autocast_computes_close_logits_in_float32(kind, dims):
+    model = formulas.draw_parameters(make_model(kind, dims))
     batch = formulas.make_batch()
     dense = batch.dense_features.float()
     expected = model(dense, batch.sparse_features)
@@ -114,11 +94,10 @@ def test_autocast_computes_close_logits_in_float32(kind, dims, formulas):
 
 @KINDS
 @DIMS
-def test_a_model_made_on_the_meta_device_can_be_filled_and_run(kind, dims, formulas):
-    tables, batch = formulas.make_tables(dims), formulas.make_batch()
-    plain = make_model(kind, TorchEmbeddingBags(tables))
+def test_a_model_made_on_the_meta_device_can_be_filled_and_run(kind, dims):
+    plain, batch = make_model(kind, dims), formulas.make_batch()
     with torch.device("meta"):
-        model = make_model(kind, TorchEmbeddingBags(tables))
+        model = make_model(kind, dims)
 
     model.load_state_dict(plain.state_dict(), assign=True)
 
@@ -126,10 +105,13 @@ def test_a_model_made_on_the_meta_device_can_be_filled_and_run(kind, dims, formu
     assert torch.equal(model(*inputs), plain(*inputs))
 
 
-def test_classic_initialisation_draws_projections_too(formulas):
-    model = make_model("dlrm", TorchEmbeddingBags(formulas.make_tables((4, 2, 3))))
-    before = model.sparse_arch.projections["t_cat_1"].weight.detach().clone()
+def test_only_tables_of_other_dims_are_projected_and_features_share_the_projection():
+    tables = [
+        TableConfig(name="goods", num_embeddings=9, embedding_dim=2, feature_names=("item", "ad")),
+        TableConfig(name="clicks", num_embeddings=9, embedding_dim=4, feature_names=("item",)),
+    ]
+    model = DLRM(HotColdEmbeddingBagCollection(tables), 5, DENSE_ARCH, OVER_ARCH)
 
-    initialize_classic(model)
-
-    assert not torch.equal(model.sparse_arch.projections["t_cat_1"].weight, before)
+    assert model.sparse_arch.sparse_feature_names == ["item@goods", "ad", "item@clicks"]
+    assert list(model.sparse_arch.projections) == ["goods"]
+    assert make_model("dlrm").sparse_arch.projections is None

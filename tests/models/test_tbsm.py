@@ -78,36 +78,25 @@ def logits_of(reference, batch, num_heads=1, num_steps=NUM_STEPS):
 
 
 @pytest.mark.parametrize(
-    "lengths",
-    [[3, 0, 1, 8, 2], [0, 0], [3, 3, 3], [7, 9]],
-    ids=["mixed", "empty", "full", "too long"],
+    ("lengths", "category_lengths"),
+    [
+        ([3, 0, 1, 8, 2], None),
+        ([0, 0], None),
+        ([3, 3, 3], None),
+        ([7, 9], None),
+        ([3, 0, 1, 5], [0, 2, 4, 5]),
+    ],
+    ids=["mixed", "empty", "full", "too long", "other lengths"],
 )
 @pytest.mark.parametrize(("num_dense", "num_heads"), [(0, 1), (NUM_DENSE, 2)])
-def test_logits_and_gradients_are_those_of_the_formulas(lengths, num_dense, num_heads):
+def test_logits_and_gradients_are_those_of_the_formulas(
+    lengths, category_lengths, num_dense, num_heads
+):
     model = make_tbsm(num_dense, num_heads=num_heads)
-    batch = make_batch(lengths, num_dense=num_dense)
+    batch = make_batch(lengths, num_dense=num_dense, category_lengths=category_lengths)
     reference = Reference(model)
 
     require_equal(model, batch, reference, logits_of(reference, batch, num_heads))
-
-
-def test_steps_of_histories_of_other_lengths_are_counted_from_the_last():
-    model, batch = make_tbsm(), make_batch([3, 0, 1, 5], category_lengths=[0, 2, 4, 5])
-    reference = Reference(model)
-
-    require_equal(model, batch, reference, logits_of(reference, batch))
-
-
-def test_steps_before_the_last_ones_do_not_matter():
-    model, batch = make_tbsm(), make_batch([NUM_STEPS + 4])
-    ids = batch.sparse_features
-    logits = model(batch.dense_features, ids)
-
-    for feature in HISTORIES:
-        begin = int(ids.offsets()[ids.keys().index(feature)])
-        ids.values()[begin : begin + 4] = 0
-
-    assert torch.equal(model(batch.dense_features, ids), logits)
 
 
 def test_default_sizes_are_upstreams():

@@ -1,46 +1,10 @@
 import errno
 import fcntl
 import os
-from pathlib import Path
 
 import pytest
 
-from recsys._support.files import alone_in, appearing_whole, make_folders, read_together
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """What is flushed and what is renamed, in order."""
-    calls = []
-    fsync, rename = os.fsync, os.rename
-
-    def spy_on_fsync(descriptor):
-        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
-        fsync(descriptor)
-
-    def spy_on_rename(old, new, **options):
-        calls.append(("rename", Path(new)))
-        rename(old, new, **options)
-
-    monkeypatch.setattr(os, "fsync", spy_on_fsync)
-    monkeypatch.setattr(os, "rename", spy_on_rename)
-    monkeypatch.setattr(os, "replace", spy_on_rename)
-    return calls
-
-
-def flushed_around(file):
-    partial = file.with_name(f"{file.name}.partial")
-    return [("fsync", partial), ("rename", file), ("fsync", file.parent)]
-
-
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, calls):
-    file = tmp_path / "record.json"
-
-    with appearing_whole(file) as partial:
-        partial.write_text("whole")
-
-    assert calls == flushed_around(file)
-    assert file.read_text() == "whole"
+from recsys._support.files import alone_in, appearing_whole, read_together
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -106,14 +70,6 @@ def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch, number
     assert (tmp_path / "scores").read_text() == "whole"
     with read_together(tmp_path), alone_in(tmp_path, "recsys train"):
         pass
-
-
-def test_names_of_new_folders_are_flushed(tmp_path, calls):
-    make_folders(tmp_path / "runs" / "run")
-    assert calls == [("fsync", tmp_path / "runs"), ("fsync", tmp_path)]
-
-    make_folders(tmp_path / "runs" / "run")
-    assert len(calls) == 2
 
 
 def test_nfs_locks_what_a_killed_process_left(tmp_path, monkeypatch):

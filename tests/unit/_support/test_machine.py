@@ -1,8 +1,3 @@
-import subprocess
-import sys
-from pathlib import Path
-from textwrap import dedent
-
 import pytest
 import torch
 
@@ -70,37 +65,3 @@ def test_threads_are_set_for_torch(monkeypatch, wanted, threads_as_before):
 
     by_default = 1 if wanted in ("1", " 1,2 ") else machine.num_cores()
     assert (one, torch.get_num_threads()) == (1, by_default)
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells a process's memory")
-def test_what_was_freed_goes_back_to_the_system():
-    script = """
-        import os
-        from pathlib import Path
-
-        import torch
-
-        from recsys._support.machine import return_freed_memory, tune_allocator
-
-        def mebibytes():
-            return int(Path("/proc/self/statm").read_text().split()[1]) * page / 2**20
-
-        page = os.sysconf("SC_PAGE_SIZE")
-        if not tune_allocator():
-            raise SystemExit("not glibc")
-        before = mebibytes()
-        blocks = [torch.ones(2**21) for _ in range(24)]
-        del blocks
-        kept = mebibytes() - before
-        return_freed_memory()
-        print(kept, mebibytes() - before)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=False
-    )
-    if "not glibc" in done.stderr:
-        pytest.skip("the C library is not glibc")
-    assert not done.returncode, done.stderr
-    kept, left = map(float, done.stdout.split())
-    assert kept > 150  # of 24 x 8 MiB
-    assert left < 20

@@ -1,12 +1,10 @@
 """Sums and padded steps of jagged rows, beside plain Python."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.models import pad_left, sum_of_bags
-from recsys.models.histories import bags_of_rows
 
 DTYPES = [torch.int32, torch.int64]
 LENGTHS = st.lists(st.integers(0, 5), min_size=0, max_size=6)
@@ -68,11 +66,3 @@ def test_padded_steps_are_those_of_a_loop(lengths, num_steps, dtype):
     assert is_step.tolist() == [
         [step >= num_steps - length for step in range(num_steps)] for length in lengths
     ]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_row_is_in_the_bag_of_its_length(dtype):
-    bags = bags_of_rows(torch.tensor([2, 0, 1], dtype=dtype), 3)
-
-    assert bags.tolist() == [0, 0, 2]
-    assert bags.dtype == torch.int64

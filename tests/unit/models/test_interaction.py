@@ -60,27 +60,3 @@ def test_a_compiler_sees_the_whole_of_it():
 
     for ours, theirs in zip(found, outcome(arch, (dense, sparse)), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_columns_are_the_dense_vector_and_the_upper_triangle_row_by_row():
-    dense = torch.tensor([[1.0, 2.0]])
-    sparse = torch.tensor([[[3.0, 0.0], [0.0, 5.0]]])
-
-    found = InteractionArch(2)(dense, sparse)
-
-    assert found.tolist() == [[1, 2, 3, 10, 0]]
-
-
-def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_rows():
-    torch.manual_seed(0)
-    dense = torch.randn(4, 3, requires_grad=True)
-    sparse = torch.randn(4, 2, 3, requires_grad=True)
-    expected = InteractionArch(2)(dense, sparse)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = InteractionArch(2)(dense, sparse)
-    found.sum().backward()
-
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=5e-2)
-    assert sparse.grad.dtype == dense.grad.dtype == torch.float32

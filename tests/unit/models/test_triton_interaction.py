@@ -81,21 +81,6 @@ def test_vectors_of_several_dtypes_are_multiplied_in_the_wider_one(
 
 
 @pytest.mark.usefixtures("_only_triton")
-def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_rows(triton_device):
-    dense, sparse = vectors(3, 4, 8, triton_device)
-
-    def under_autocast(dense, sparse):
-        with torch.autocast(triton_device.type, dtype=torch.bfloat16):
-            return InteractionArch(4)(dense, sparse)
-
-    found = outcome(under_autocast, (dense, sparse))
-
-    assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32]
-    for ours, expected in zip(found, outcome(reference, (dense, sparse)), strict=True):
-        torch.testing.assert_close(ours.double(), expected.double(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.usefixtures("_only_triton")
 def test_views_are_multiplied_as_they_are(triton_device):
     dense, sparse = vectors(3, 6, 8, triton_device)
 
@@ -103,18 +88,6 @@ def test_views_are_multiplied_as_they_are(triton_device):
 
     expected = InteractionArch(3)(dense[:, ::2].contiguous(), sparse[:, ::2, ::2].contiguous())
     assert torch.equal(found, expected)
-
-
-@pytest.mark.usefixtures("_only_triton")
-@pytest.mark.parametrize(
-    ("num_sparse", "shape", "name"),
-    [(4, (2, 8), "dense"), (4, (3, 7), "dense"), (4, (1, 8), "dense"), (5, (3, 8), "sparse")],
-)
-def test_vectors_of_other_shapes_are_refused(triton_device, num_sparse, shape, name):
-    _, sparse = vectors(3, 4, 8, triton_device)
-
-    with pytest.raises(ValueError, match=f"InteractionArch: {name}_features must be"):
-        InteractionArch(num_sparse)(torch.ones(shape, device=triton_device), sparse)
 
 
 @pytest.mark.usefixtures("_only_others")

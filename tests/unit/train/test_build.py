@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import embedding_bag
 
 from recsys.batch import JaggedIds
 from recsys.config import OptimizerConfig
@@ -42,26 +41,6 @@ def test_a_run_may_train_in_the_order_of_the_data(small_config, shuffle):
         assert torch.equal(found, expected.dense_features) == (not shuffle)
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_every_feature_is_pooled_from_its_table(provider):
-    module, _ = build(provider)
-    weights = dict(zip(["users", "goods", "friends"], module.table_weights(), strict=True))
-
-    pooled = module(IDS)
-
-    lookups = {
-        "user": "users",
-        "friend@users": "users",
-        "item": "goods",
-        "friend@friends": "friends",
-    }
-    assert pooled.keys() == list(lookups)
-    for key, table in lookups.items():
-        bags = IDS[key.partition("@")[0]]
-        expected = embedding_bag(bags.values(), weights[table], bags.offsets()[:-1], mode="sum")
-        torch.testing.assert_close(pooled[key], expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(("name", "lr"), [("sgd", 0.5), ("adagrad", 0.1), ("adam", 0.1)])
 def test_providers_draw_and_update_alike(name, lr):
     results = {}
@@ -81,15 +60,3 @@ def test_providers_draw_and_update_alike(name, lr):
         assert list(others) == list(results["torch"])
         for key, expected in results["torch"].items():
             torch.testing.assert_close(others[key], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("saver", PROVIDERS)
-def test_rows_saved_by_one_provider_load_into_the_other(saver):
-    (source, _), (target, _) = build(saver), build(PROVIDERS[saver == "recsys"])
-    for weight in target.table_weights():
-        weight.detach().zero_()
-
-    target.load_state_dict(source.state_dict())
-
-    for loaded, saved in zip(target.table_weights(), source.table_weights(), strict=True):
-        assert torch.equal(loaded, saved)

@@ -1,10 +1,18 @@
-"""Which rank has which table."""
+"""Which rank has which table, and what several processes cannot do."""
 
 import pytest
+import torch
 
 pytest.importorskip("torchrec")
 
-from recsys.train.rank_model import place_tables
+from recsys.config import load_config
+from recsys.errors import ConfigError
+from recsys.train.build import open_source
+from recsys.train.rank_model import (
+    _require_no_running_statistics,
+    place_tables,
+    require_supported,
+)
 
 
 def place(num_ranks, **tables):
@@ -40,3 +48,25 @@ def test_large_tables_are_placed_by_their_bytes():
 
     loads = [sum(sizes[name] for name in placed if placed[name] == rank) for rank in range(2)]
     assert loads == [90, 90]
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("schedule=hotline", "schedule must be one of .* got 'hotline'"),
+        ("schedule=fae", "schedule must be one of .* got 'fae'"),
+        ("schedule=auto", "schedule must be one of .* got 'auto'"),
+        ("init_from=run", "init_from must be '' on 2 processes, got 'run'"),
+    ],
+)
+def test_what_one_process_alone_can_do_is_refused_by_name(setting, name):
+    config = load_config(None, [setting], data="synthetic:criteo-kaggle")
+
+    with pytest.raises(ConfigError, match=name):
+        require_supported(config, open_source(config), 2, keeps_best=False)
+
+
+def test_batch_normalization_is_refused():
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with pytest.raises(ConfigError, match="1: BatchNorm1d would see each process's samples alone"):
+        _require_no_running_statistics(network)

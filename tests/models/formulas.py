@@ -1,8 +1,5 @@
 """What tests of models share: tables, mini-batches, and the formulas, sample by sample."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 
 from recsys import Batch, JaggedIds
@@ -122,17 +119,3 @@ def require_formula(model, batch, formula, tolerance=1e-9):
         scale = max(1.0, of_formula[name].abs().max().item()) if gradient.numel() else 1.0
         difference = (gradient - of_formula[name]).abs()
         assert (difference <= tolerance * scale).all(), (name, difference.max(), scale)
-
-
-@pytest.fixture(scope="session")
-def formulas():
-    """These, by name: test modules do not import each other."""
-    return SimpleNamespace(
-        SIZES=SIZES,
-        make_tables=make_tables,
-        make_batch=make_batch,
-        draw_parameters=draw_parameters,
-        over_arch=over_arch,
-        products_of_pairs=products_of_pairs,
-        require_formula=require_formula,
-    )
