@@ -27,7 +27,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from recsys._support.files import as_argument, existing
@@ -35,19 +35,33 @@ from recsys._support.safetensors_dtypes import DTYPES
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys._support.user_code import current_folder_last, import_class
-from recsys.batch import PooledEmbeddings, features_by_table, histories_of
+from recsys.batch import (
+    Batch,
+    Features,
+    PooledEmbeddings,
+    SampleSource,
+    features_by_table,
+    histories_of,
+)
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.kernels.cpu.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, make_bags
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.optimizer import (
+    SGD,
+    Adagrad,
+    Adam,
+    PartialRowWiseAdam,
+    RowOptimizer,
+    RowWiseAdagrad,
+)
 from recsys.embeddings.popularity.counts import PopularityProfile
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.staleness.tracker import tracked_bytes
 from recsys.embeddings.table import TableConfig
-from recsys.embeddings.tables_module import groups_of
+from recsys.embeddings.tables_module import TableModule, groups_of
 from recsys.embeddings.tiers.budget import slot_bytes
 from recsys.embeddings.tiers.fetch import HitRates
 from recsys.errors import BudgetTooSmall, ConfigError, TrainingDiverged
@@ -71,13 +85,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
     from torch.optim import Optimizer
 
-    from recsys.batch import Batch, Features, SampleSource
     from recsys.config import ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-    from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.tables_module import TableModule
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
     from recsys.train.run_folder import RunFolder

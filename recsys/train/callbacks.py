@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.user_code import current_folder_last, import_class
-from recsys.config import IS_HIGHER_BETTER, RANKING_METRICS, EarlyStoppingConfig, flat
+from recsys.config import IS_HIGHER_BETTER, RANKING_METRICS, EarlyStoppingConfig, TrainConfig, flat
 from recsys.errors import CallbackFailed, ConfigError, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from recsys.batch import SampleSource
-    from recsys.config import TrainConfig
 
 __all__ = [
     "Callback",

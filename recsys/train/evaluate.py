@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm  # in a notebook, its own bar
 
 from recsys._support.machine import set_num_threads
-from recsys.config import OptimizerConfig, replace
+from recsys.config import EvalConfig, OptimizerConfig, TrainConfig, replace
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.batch import Batch, SampleSource
-    from recsys.config import EvalConfig, TrainConfig
 
 __all__ = [
     "SavedModel",

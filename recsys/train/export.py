@@ -70,6 +70,7 @@ from recsys.batch import (
     Batch,
     JaggedIds,
     PooledEmbeddings,
+    SampleSource,
     feature_tables,
     has_bags,
     histories_of,
@@ -81,12 +82,14 @@ from recsys.embeddings.collection import (
     JaggedEmbeddings,
 )
 from recsys.embeddings.lookup.abstract import pooling_of
-from recsys.embeddings.table import output_names
+from recsys.embeddings.table import TableConfig, output_names
 from recsys.errors import CheckpointError, ConfigError, WeightsError
 from recsys.models.dlrm import DLRMTrain
 from recsys.train.build import build_model, open_source, require_features_of
 from recsys.train.checkpoint.format import (
     ROWS,
+    Manifest,
+    Piece,
     piece_number,
     read_blocks,
     read_checkpoint,
@@ -99,10 +102,6 @@ from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from recsys.batch import SampleSource
-    from recsys.embeddings.table import TableConfig
-    from recsys.train.checkpoint.format import Manifest, Piece
 
 
 __all__ = ["apply_deltas", "export_checkpoint", "export_run", "export_run_checkpoint"]

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import (  # type: ignore[attr-defined]
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
@@ -32,13 +32,13 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import NoWait, ShardingPlan
+from torchrec.distributed.types import Awaitable, NoWait, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
-from recsys.batch import features_by_table
+from recsys.batch import JaggedIds, SampleSource, features_by_table
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.embeddings.saved_tables import SavedTables
-from recsys.embeddings.table import output_names
+from recsys.embeddings.table import TableConfig, output_names
 from recsys.embeddings.tiers.budget import row_bytes
 from recsys.errors import ConfigError
 from recsys.pipeline.model_tables import AbstractDividedTables
@@ -57,14 +57,10 @@ from recsys.train.ranks import any_of, gather_objects, num_ranks, rank
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
     from torch.optim import Optimizer
-    from torchrec.distributed.types import Awaitable
 
-    from recsys.batch import JaggedIds, SampleSource
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
-    from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
     from recsys.train.run_folder import RunFolder
 

@@ -51,7 +51,7 @@ from recsys.train.build import (
     open_first_model,
     open_source,
 )
-from recsys.train.callbacks import RunCallbacks, callbacks_of, require_metric
+from recsys.train.callbacks import Callback, RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint import Checkpoints
 from recsys.train.checkpoint.restore import Contents, errors_of_state, restore
 from recsys.train.evaluate import evaluate_split, with_ranking
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from recsys.train.callbacks import Callback
     from recsys.train.metrics import Metrics
 
 __all__ = ["train"]

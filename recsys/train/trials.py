@@ -19,7 +19,7 @@ import torch
 
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import counted, format_bytes, parse_bytes
-from recsys.config import ScheduleConfig, replace
+from recsys.config import ScheduleConfig, TrainConfig, replace
 from recsys.conversion.estimate import Estimate, estimate
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ConfigError
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from recsys.batch import SampleSource
-    from recsys.config import TrainConfig
 
 __all__ = ["BUDGETS", "BudgetVerification", "dry_run", "verify_budgets"]
 

@@ -27,11 +27,12 @@ import torch
 from recsys._support.files import read_together
 from recsys._support.safetensors_dtypes import DTYPE_NAMES, DTYPES
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.embeddings.saved_tables import SavedTables
+from recsys.embeddings.saved_tables import SavedTable, SavedTables
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import CheckpointError, RecsysError
 from recsys.train.checkpoint.format import (
     Array,
+    Rows,
     Table,
     read_blocks,
     read_checkpoint,
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from recsys.embeddings.saved_tables import SavedTable
-    from recsys.train.checkpoint.format import Rows
 
 __all__ = [
     "Contents",

@@ -19,7 +19,7 @@ import secrets
 import signal
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -38,6 +38,7 @@ from recsys.train.checkpoint.format import (
     ROWS,
     Manifest,
     PieceWriter,
+    Table,
     array_name,
     commit,
     is_finished,
@@ -49,11 +50,10 @@ from recsys.train.checkpoint.format import (
     require_space,
     row_ranges,
 )
-from recsys.train.checkpoint.restore import Contents, listed
+from recsys.train.checkpoint.restore import Contents, Share, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     import numpy as np
     from numpy.typing import NDArray
@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from recsys.embeddings.saved_tables import SavedTable
-    from recsys.train.checkpoint.format import Table
-    from recsys.train.checkpoint.restore import Share
 
 __all__ = ["Checkpoints", "save_checkpoint"]
 
