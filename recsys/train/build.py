@@ -524,21 +524,21 @@ def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module
     with DisableTorchFunctionSubclass():  # internal read of the tables
         state = model.state_dict()
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or key.endswith("_extra_state") or _is_odd(value):
+        if (
+            not isinstance(value, torch.Tensor)
+            or key.endswith("_extra_state")
+            or is_lazy(value)
+            or value.layout is not torch.strided
+            or value.dtype not in DTYPES.values()
+            or not value.is_contiguous()
+        ):
             raise ConfigError(
-                f"model.name {name!r}: {key} of its state dict cannot be saved: it must be a dense "
-                f"tensor that has a shape, in one of {sorted(map(str, DTYPES.values()))}; convert "
-                "it, or register it with persistent=False"
+                f"model.name {name!r}: {key} of its state dict cannot be saved: it must be a "
+                "dense, contiguous tensor that has a shape, in one of "
+                f"{sorted(map(str, DTYPES.values()))}; convert it, or register it with "
+                "persistent=False"
             )
     return model
-
-
-def _is_odd(value: Tensor) -> bool:
-    """Whether a tensor is lazy, sparse, expanded, or of a dtype without a name in safetensors."""
-    if is_lazy(value) or value.layout is not torch.strided or value.dtype not in DTYPES.values():
-        return True
-    dims = zip(value.shape, value.stride(), strict=True)
-    return any(size > 1 and not stride for size, stride in dims)
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:

@@ -53,7 +53,7 @@ import shutil
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -63,7 +63,6 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional
 
 from recsys._support.files import appearing_whole, existing, read_together, require_new
-from recsys._support.machine import set_num_threads
 from recsys._support.safetensors_dtypes import DTYPES
 from recsys._version import __version__
 from recsys.batch import (
@@ -75,7 +74,6 @@ from recsys.batch import (
     has_bags,
     histories_of,
 )
-from recsys.config import replace
 from recsys.embeddings.collection import (
     HotColdEmbeddingBagCollection,
     HotColdEmbeddingCollection,
@@ -85,7 +83,6 @@ from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.table import TableConfig, output_names
 from recsys.errors import CheckpointError, ConfigError, WeightsError
 from recsys.models.dlrm import DLRMTrain
-from recsys.train.build import build_model, open_source, require_features_of
 from recsys.train.checkpoint.format import (
     ROWS,
     Manifest,
@@ -97,7 +94,7 @@ from recsys.train.checkpoint.format import (
     safetensors_header,
     whole_tables,
 )
-from recsys.train.evaluate import evaluation_config
+from recsys.train.evaluate import open_saved_model
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -363,20 +360,15 @@ def _export_program(folder: RunFolder, file: Path, quantize: str | None) -> Path
         )
     record = folder.read_record()
     # On the CPU, whose collections can be mapped from the file; all providers have the same keys.
-    config = replace(evaluation_config(folder.read_config()), device="cpu", embeddings="recsys")
-    set_num_threads(config.num_threads)
-    source = open_source(config, to_train=False)
-    require_features_of(record, source)
+    _, source, model = open_saved_model(folder.path, device="cpu", embeddings="recsys")
     for table in source.table_sizes:
         if not set(_UNREADABLE).isdisjoint(table):
             raise ConfigError(
                 f"export: a table of a program must have a name without {_UNREADABLE}, which "
                 f"torch.export.load cannot read, got {table!r}; rename it, and train again"
             )
-    model, _ = build_model(config, source, table_device="meta")
-    folder.load_model(model.model)
     _use_plain_tables(model, to_int8=quantize is not None)
-    program = _trace(model.eval().requires_grad_(False), source)
+    program = _trace(model.requires_grad_(False), source)
     tables = [module for module in model.modules() if isinstance(module, _TableRows)]
     table_bytes = sum(rows.nbytes for table in tables for rows in table.parameters())
     about = _describe(source, record)
@@ -449,46 +441,45 @@ class _TableRows(nn.Module):
         return functional.embedding_bag(ids, table, offsets, mode=pooling, include_last_offset=True)
 
 
-class _PooledTables(nn.Module):
-    """Takes the place of a `HotColdEmbeddingBagCollection`."""
+class _PlainTables(nn.Module):
+    """Takes the place of a collection of recsys, with its keys; float32 rows are not copied."""
 
-    def __init__(self, tables: Sequence[TableConfig], rows: nn.ModuleDict) -> None:
+    def __init__(
+        self,
+        collection: HotColdEmbeddingBagCollection | HotColdEmbeddingCollection,
+        *,
+        to_int8: bool,
+    ) -> None:
         super().__init__()
-        self._tables = tables
-        self.embedding_bags = rows
+        self._is_pooled = isinstance(collection, HotColdEmbeddingBagCollection)
+        self._name = "embedding_bags" if self._is_pooled else "embeddings"
+        bags: Any = collection
+        self._tables: list[TableConfig] = (
+            bags.embedding_bag_configs() if self._is_pooled else bags.embedding_configs()
+        )
+        rows = {
+            name: _TableRows(module.weight, to_int8=to_int8)
+            for name, module in getattr(collection, self._name).items()
+        }
+        self.add_module(self._name, nn.ModuleDict(rows))
 
-    def forward(self, features: JaggedIds) -> PooledEmbeddings:
-        is_one_hot = features.is_known_one_hot()
-        bags = _bags_by_feature(features)
-        pooled: list[Tensor] = []
+    def forward(self, features: JaggedIds) -> PooledEmbeddings | dict[str, JaggedEmbeddings]:
+        tables, bags = getattr(self, self._name), _bags_by_feature(features)
+        found: list[Any] = []
         for table in self._tables:
-            rows = cast("_TableRows", self.embedding_bags[table.name])
+            rows = tables[table.name]
             for feature in table.feature_names:
                 ids, lengths = bags[feature]
-                pooled.append(
-                    rows(ids) if is_one_hot else rows.pool(ids, lengths, pooling_of(table))
-                )
-        dims = [vectors.shape[1] for vectors in pooled]
-        return PooledEmbeddings(output_names(self._tables), dims, torch.cat(pooled, dim=1))
-
-
-class _JaggedTables(nn.Module):
-    """Takes the place of a `HotColdEmbeddingCollection`."""
-
-    def __init__(self, tables: Sequence[TableConfig], rows: nn.ModuleDict) -> None:
-        super().__init__()
-        self._tables = tables
-        self.embeddings = rows
-
-    def forward(self, features: JaggedIds) -> dict[str, JaggedEmbeddings]:
-        bags = _bags_by_feature(features)
-        names = iter(output_names(self._tables))
-        found: dict[str, JaggedEmbeddings] = {}
-        for table in self._tables:
-            for feature in table.feature_names:
-                ids, lengths = bags[feature]
-                found[next(names)] = JaggedEmbeddings(self.embeddings[table.name](ids), lengths)
-        return found
+                if not self._is_pooled:
+                    found.append(JaggedEmbeddings(rows(ids), lengths))
+                elif features.is_known_one_hot():
+                    found.append(rows(ids))
+                else:
+                    found.append(rows.pool(ids, lengths, pooling_of(table)))
+        names = output_names(self._tables)
+        if not self._is_pooled:
+            return dict(zip(names, found, strict=True))
+        return PooledEmbeddings(names, [each.shape[1] for each in found], torch.cat(found, dim=1))
 
 
 def _bags_by_feature(features: JaggedIds) -> dict[str, tuple[Tensor, Tensor]]:
@@ -505,28 +496,14 @@ def _bags_by_feature(features: JaggedIds) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _use_plain_tables(model: nn.Module, *, to_int8: bool) -> None:
-    """Replace every collection of recsys in a model by a plain one; float32 rows are not copied."""
-    plain: dict[nn.Module | None, nn.Module] = {}
-    for module in model.modules():
-        if isinstance(module, HotColdEmbeddingBagCollection):
-            tables, weights = module.embedding_bag_configs(), module.embedding_bags
-            plain[module] = _PooledTables(tables, _plain_rows(weights, to_int8=to_int8))
-        elif isinstance(module, HotColdEmbeddingCollection):
-            tables, weights = module.embedding_configs(), module.embeddings
-            plain[module] = _JaggedTables(tables, _plain_rows(weights, to_int8=to_int8))
+    """Replace every collection of recsys in a model by a plain one."""
+    plain: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if child in plain:
+            if isinstance(child, HotColdEmbeddingBagCollection | HotColdEmbeddingCollection):
+                if child not in plain:
+                    plain[child] = _PlainTables(child, to_int8=to_int8)
                 setattr(parent, name, plain[child])
-
-
-def _plain_rows(modules: nn.ModuleDict, *, to_int8: bool) -> nn.ModuleDict:
-    return nn.ModuleDict(
-        {
-            name: _TableRows(cast("Tensor", module.weight), to_int8=to_int8)
-            for name, module in modules.items()
-        }
-    )
 
 
 def _trace(model: nn.Module, source: SampleSource) -> ExportedProgram:

@@ -12,13 +12,12 @@ its own step             the lookup finds its ids and rows
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from functools import partial
 from math import sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,9 +36,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from recsys.batch import JaggedIds, SampleSource, features_by_table
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
-from recsys.embeddings.saved_tables import SavedTables
-from recsys.embeddings.table import TableConfig, output_names
-from recsys.embeddings.tiers.budget import row_bytes
+from recsys.embeddings.table import output_names
 from recsys.errors import ConfigError
 from recsys.pipeline.model_tables import AbstractDividedTables
 from recsys.train.build import (
@@ -47,29 +44,28 @@ from recsys.train.build import (
     constants_of,
     dense_optimizer,
     needs_rows,
-    row_optimizer,
     tables_of,
 )
-from recsys.train.checkpoint.format import row_ranges
-from recsys.train.checkpoint.restore import Layout, Share
+from recsys.train.checkpoint import Checkpoints
+from recsys.train.checkpoint.restore import Share
+from recsys.train.export import export_checkpoint
 from recsys.train.ranks import any_of, gather_objects, num_ranks, rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
     from torch.optim import Optimizer
 
     from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
-    from recsys.train.run_folder import RunFolder
 
 __all__ = [
-    "DividedRows",
     "average_gradients",
     "build_rank_model",
-    "place_tables",
     "require_supported",
+    "save_rank_model",
 ]
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -131,73 +127,32 @@ def require_supported(
         )
 
 
-class DividedRows(NamedTuple):
-    """Which process has which rows of the tables.
+def save_rank_model(file: Path, model: nn.Module, share: Share) -> None:
+    """Write the model with the rows of all processes. A collective.
 
-    Attributes:
-        layout: The rows of each process, by the key of a table in a plain model.
-        dims: The embedding_dim of each table, by key.
-        placement: By table: the rank that has it, or None if it is divided by rows.
+    Each process writes its own rows, to a checkpoint beside the file, from which the first process
+    writes the file.
+
+    Args:
+        file: Is replaced.
+        model: Has the rows of this process, by the keys of a plain model.
+        share: Of this process.
+
+    Raises:
+        OSError: the disk is full, or the folder no longer exists.
     """
-
-    layout: Layout
-    dims: dict[str, int]
-    placement: dict[str, int | None]
-
-    def share(self) -> Share:
-        """What this process saves and restores."""
-        return Share(rank(), num_ranks(), self.layout, gather_objects)
-
-    def require_seen(self, folder: RunFolder) -> None:
-        """Check that this process sees the folder of the run, which the first one has made.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        if rank():
-            with suppress(OSError):  # a file server may not have told yet; this asks it
-                folder.path.mkdir()
-                folder.path.rmdir()
-            if not folder.config_file.is_file():
-                raise ConfigError(
-                    f"{folder.path}: process {rank()} does not see this run folder, which the "
-                    "first process has made; name a folder that all machines share by --run, or "
-                    "set checkpoint.every_seconds and checkpoint.every_steps to 0"
-                )
-
-    def save(self, folder: RunFolder, model: nn.Module) -> None:
-        """Collect all rows on the first process, which writes the file. A collective.
-
-        Args:
-            folder: The folder of the run.
-            model: Has the rows of this process.
-
-        Raises:
-            OSError: the disk is full, or the folder no longer exists.
-        """
-        tables = SavedTables(model)
-        tables.flush()
-        own = {table.key: table for table in tables.tables}
-        state = {key: value for key, value in model.state_dict().items() if key not in own}
-        for key, ranges in self.layout.items():
-            rows = torch.empty(0 if rank() else max(end for _, end in ranges), self.dims[key])
-            for owner, (first, last) in enumerate(ranges):
-                for begin, end in row_ranges(last - first, 4 * self.dims[key]):
-                    block = rows[first + begin : first + end]
-                    if owner == rank() == 0:
-                        block.copy_(own[key].read("weight", begin, end))
-                    elif owner == rank():
-                        dist.send(own[key].read("weight", begin, end), 0)
-                    elif rank() == 0:
-                        dist.recv(block, owner)
-            state[key] = rows
-        if not rank():
-            folder.save_model(model, state=state)
+    folder = file.with_name(f"{file.name}.parts")
+    with Checkpoints(folder, model=model, share=share) as checkpoints:
+        checkpoints.save()
+        checkpoints.wait(strict=True)
+    if not rank():
+        export_checkpoint(folder, folder / file.name).replace(file)
+        rmtree(folder)
 
 
 def build_rank_model(
     config: TrainConfig, source: SampleSource, plan: HotPlan | None
-) -> tuple[nn.Module, nn.Module, list[Optimizer], DividedRows]:
+) -> tuple[nn.Module, nn.Module, list[Optimizer], Share]:
     """Build the model of this process. A collective.
 
     Args:
@@ -208,13 +163,13 @@ def build_rank_model(
     Returns:
         What maps a mini-batch to (loss, (loss, logits, labels)). The model with the rows of this
         process by the keys of a plain model, and no module in place of the tables if there are
-        none. The optimizers of the dense part, then of the rows. Which process has which rows.
+        none. The optimizers of the dense part, then of the rows. What this process saves and
+        restores.
 
     Raises:
         BudgetTooSmall: the budget is below the floor of this process's tables.
     """
     tables = tables_of(source.table_sizes, features_by_table(source), config.model)
-    placement = _placement(tables, config, source)
     torch.manual_seed(config.seed)
     collection = EmbeddingBagCollection(
         [
@@ -248,13 +203,13 @@ def build_rank_model(
         }
     )
     [path] = [name for name, module in network.model.named_modules() if module is holder]
+    world = num_ranks()
+    # Divided by rows, a process sends least. Of fewer rows, one process might have none.
     of_tables = {
-        name: row_wise() if place is None else table_wise(rank=place)
-        for name, place in placement.items()
+        table.name: row_wise() if table.num_embeddings >= world**2 else table_wise(number % world)
+        for number, table in enumerate(tables)
     }
-    of_module = construct_module_sharding_plan(
-        collection, of_tables, sharder, num_ranks(), num_ranks(), "cpu"
-    )
+    of_module = construct_module_sharding_plan(collection, of_tables, sharder, world, world, "cpu")
     divided_model = DistributedModelParallel(
         network,
         device=torch.device("cpu"),
@@ -276,7 +231,6 @@ def build_rank_model(
         rows = local.collection
         optimizers.append(local.collection.row_optimizer)
     keys = {table.name: f"{path}.embedding_bags.{table.name}.weight" for table in tables}
-    dims = {keys[table.name]: table.embedding_dim for table in tables}
     begins = {table.name: int(table.local_metadata.shard_offsets[0]) for table in local.tables}
     ends = {table.name: begins[table.name] + int(table.local_rows) for table in local.tables}
     of_ranks = gather_objects((begins, ends))
@@ -284,8 +238,8 @@ def build_rank_model(
         key: [(begins.get(name, 0), ends.get(name, 0)) for begins, ends in of_ranks]
         for name, key in keys.items()
     }
-    divided = DividedRows(layout, dims, placement)
-    return divided_model, _with_replaced(network.model, holder, rows), optimizers, divided
+    share = Share(rank(), world, layout, gather_objects)
+    return divided_model, _with_replaced(network.model, holder, rows), optimizers, share
 
 
 def _require_no_running_statistics(network: nn.Module) -> None:
@@ -300,59 +254,6 @@ def _require_no_running_statistics(network: nn.Module) -> None:
                 f"{name}: {type(module).__name__} would see each process's samples alone; use "
                 "LayerNorm, or train on one process"
             )
-
-
-def _placement(
-    tables: Sequence[TableConfig], config: TrainConfig, source: SampleSource
-) -> dict[str, int | None]:
-    """Place tables on ranks; lookups are counted in the first samples."""
-    train = source.splits["train"]
-    first = range(train.start, min(train.stop, train.start + 1000))
-    ids = source.read(np.array(first)).sparse_features
-    num_bytes, traffic = {}, {}
-    for table in tables:
-        dim = table.embedding_dim
-        of_row = row_bytes(dim, torch.float32, row_optimizer(config.optimizer).state_sizes(dim))
-        num_bytes[table.name] = table.num_embeddings * of_row
-        traffic[table.name] = dim * sum(len(ids[name].values()) for name in table.feature_names)
-    num_rows = {table.name: table.num_embeddings for table in tables}
-    return place_tables(num_rows, num_bytes, traffic, num_ranks())
-
-
-def place_tables(
-    num_rows: Mapping[str, int],
-    num_bytes: Mapping[str, int],
-    traffic: Mapping[str, float],
-    num_ranks: int,
-) -> dict[str, int | None]:
-    """Place tables on ranks; the same on every rank.
-
-    A table larger than a rank's share of all tables is divided by rows. Each other table goes to
-    one rank, the costly ones first, each to the rank with the least cost so far. The cost of a
-    table is its share of all bytes plus its share of all numbers that lookups return, so that no
-    rank has most of the memory or most of the traffic.
-
-    Args:
-        num_rows: E of each table, by name.
-        num_bytes: Bytes of its rows and their optimizer state.
-        traffic: Numbers that are looked up in it: lookups times D.
-        num_ranks: W, at least 1.
-
-    Returns:
-        By name: the rank that has the table, or None for a table divided by rows.
-    """
-    all_bytes, all_traffic = sum(num_bytes.values()), sum(traffic.values()) or 1
-    placed: dict[str, int | None] = {}
-    costs: dict[str, float] = {}
-    for name, size in num_bytes.items():
-        placed[name] = None
-        if num_ranks == 1 or size * num_ranks <= all_bytes or num_rows[name] < num_ranks:
-            costs[name] = size / all_bytes + traffic[name] / all_traffic
-    loads = [0.0] * num_ranks
-    for name in sorted(costs, key=lambda name: -costs[name]):
-        placed[name] = loads.index(min(loads))
-        loads[loads.index(min(loads))] += costs[name]
-    return placed
 
 
 def _draw(bound: float, seed: int, number: int, weight: Tensor) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +32,7 @@ from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import Tensor, nn
+    from torch import nn
 
 __all__ = ["RunFolder", "read_json", "tied_names", "write_json"]
 
@@ -190,23 +187,13 @@ class RunFolder:
         """The model after a step, while the run knows of no better one."""
         return self.path / f"best-{step}.safetensors"
 
-    def keep_best(self, model: nn.Module, step: int) -> None:
-        """Write a model as the best one so far, and delete the one before."""
-        self.save_model(model, self.best_file(step))
-        self.drop_best(but=step)
-
     def drop_best(self, but: int | None = None) -> None:
         """Delete best models, but for that of one step."""
         for file in self.path.glob("best-*.safetensors"):
             if but is None or file != self.best_file(but):
                 file.unlink()
 
-    def save_model(
-        self,
-        model: nn.Module,
-        file: Path | None = None,
-        state: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def save_model(self, model: nn.Module, file: Path | None = None) -> None:
         """Write the state_dict of a model without copying its tables in memory.
 
         A tensor with several names is written under the first; the file's metadata has the others,
@@ -215,15 +202,14 @@ class RunFolder:
         Args:
             model: The model.
             file: A file in the folder; None for `model_file`.
-            state: Its state_dict, with all rows, if those of the model are not all.
 
         Raises:
             OSError: the disk is full, or the folder no longer exists.
         """
         from safetensors.torch import save_file
 
-        tied, state = tied_names(model), state or model.state_dict()
-        state = {key: value.contiguous() for key, value in state.items() if key not in tied}
+        tied, found = tied_names(model), model.state_dict()
+        state = {key: value.contiguous() for key, value in found.items() if key not in tied}
         file = file or self.model_file
         with appearing_whole(file) as partial:
             try:
@@ -251,19 +237,6 @@ class RunFolder:
                 "train again"
             )
 
-    @contextmanager
-    def _open_model(self, file: Path | None = None) -> Iterator[Any]:
-        if file is None:
-            self.require_model()
-            file = self.model_file
-        try:
-            with safe_open(file, "pt") as saved:
-                yield saved
-        except SafetensorError as error:
-            raise ConfigError(
-                f"{file} is damaged ({error}); remove {self.path} and train again"
-            ) from error
-
     def load_model(
         self, model: nn.Module, way_out: str = _SAME_DATA, file: Path | None = None
     ) -> None:
@@ -286,8 +259,17 @@ class RunFolder:
 
         from recsys._support.safetensors_dtypes import DTYPE_NAMES
 
+        if file is None:
+            self.require_model()
+        try:
+            saved: Any = safe_open(file or self.model_file, "pt")
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{file or self.model_file} is damaged ({error}); remove {self.path} and train "
+                "again"
+            ) from error
         state, tied = model.state_dict(), tied_names(model)
-        with self._open_model(file) as saved:
+        with saved:
             slices = {key: saved.get_slice(key) for key in saved.keys()}  # noqa: SIM118  # no mapping
             found = {key: f"{part.get_dtype()} {part.get_shape()}" for key, part in slices.items()}
             names = {key: key if key in found else tied.get(key, key) for key in state}

@@ -53,7 +53,7 @@ from recsys.train.build import (
 )
 from recsys.train.callbacks import Callback, RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint import Checkpoints
-from recsys.train.checkpoint.restore import Contents, errors_of_state, restore
+from recsys.train.checkpoint.restore import EVERYTHING, Contents, errors_of_state, restore
 from recsys.train.evaluate import evaluate_split, with_ranking
 from recsys.train.progress import LOWER_LR, Progress
 from recsys.train.ranks import (
@@ -117,7 +117,7 @@ def train(
             checkpoint.
         BudgetTooSmall: the budget is below the least one, which the message names.
         CallbackFailed: a callback raised an error.
-        CheckpointError: the checkpoint is damaged. The message names one that is whole.
+        CheckpointError: the checkpoint is damaged. The message names another one.
         ConfigError, StoreError: the configuration does not fit the data or the run to resume, or
             there is no data, or `run_dir` cannot be written to.
         MissingDependency: a package that a callback logs to is not installed.
@@ -144,23 +144,17 @@ def train(
             own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="recsys-"))) / "run"
         earlier = None
         if resume:
-            earlier = _reopened(config, run_dir, own_dir, checkpoint, stack)
+            if not rank():
+                earlier = reopened(config, run_dir, checkpoint, stack)
+            # What the first process has found, the others learn.
+            found = gather_objects(None if earlier is None else earlier[1:])[0]
+            if rank() and found is not None:
+                earlier = Reopened(RunFolder.create(own_dir, config), *found)
         if earlier is not None and earlier.record is not None:
             return earlier.record
         show = show_progress and not rank()
         # In no variable here: the model is gone when contexts end, before its files are deleted.
         return Trainer(config, run_dir, own_dir, earlier, callbacks, stack, show=show).train(stack)
-
-
-def _reopened(
-    config: TrainConfig, run_dir: Path, own_dir: Path, number: int | None, stack: ExitStack
-) -> Reopened | None:
-    """Open the run to continue, on the first process; the others learn what it has found."""
-    earlier = None if rank() else reopened(config, run_dir, number, stack)
-    found = gather_objects(None if earlier is None else earlier[1:])[0]
-    if rank() and found is not None:
-        return Reopened(RunFolder.create(own_dir, config), *found)
-    return earlier
 
 
 class Trainer:
@@ -176,12 +170,13 @@ class Trainer:
         show: Draw progress bars.
 
     Attributes:
+        run_dir: As given.
         folder: Where this process writes its reports.
         model: Maps a mini-batch to (loss, (loss, logits, labels)).
         saved: The model with the rows of this process, by the keys of a plain model: what
             checkpoints save.
         optimizers: Of the dense part, then of the rows.
-        divided: Which process has which rows; None if this one has all.
+        share: What this process saves and restores.
         checkpoints: Writes the checkpoints of the run; None if it writes none.
         threads: The threads that compute. A resumed run keeps a number that was chosen for it:
             floats of the dense part may be summed in another order by another number.
@@ -203,7 +198,7 @@ class Trainer:
         show: bool,
     ) -> None:
         # What can be refused at once.
-        self.config, self._shows_progress = config, show
+        self.config, self.run_dir, self._shows_progress = config, run_dir, show
         self.callbacks = (
             RunCallbacks(epochs=config.epochs) if rank() else callbacks_of(config, callbacks)
         )
@@ -230,11 +225,11 @@ class Trainer:
         plan = choose_plan(config, source)
         self.loader = build_loader(config, source, plan, rank(), num_ranks())
         of_tables = replace(config, cold_path=cold_path)
-        self.divided = None
+        self.share = EVERYTHING
         if num_ranks() > 1:
             from recsys.train.rank_model import build_rank_model  # imports TorchRec
 
-            self.model, self.saved, self.optimizers, self.divided = build_rank_model(
+            self.model, self.saved, self.optimizers, self.share = build_rank_model(
                 of_tables, source, plan
             )
         else:
@@ -258,7 +253,7 @@ class Trainer:
             config,
             clock,
             config.epochs * len(self.loader),
-            is_divided=self.divided is not None,
+            is_divided=num_ranks() > 1,
         )
         self.progress = Progress(
             self.folder,
@@ -271,8 +266,7 @@ class Trainer:
         self.metrics: dict[str, Any] = {"test": None, "validation": None}
         self.resumed: list[dict[str, int]] = []
         self.model_step: int | None = None
-        of_run = RunFolder(run_dir)
-        self._checkpoints_folder = of_run.checkpoints_folder
+        self._checkpoints_folder = RunFolder(run_dir).checkpoints_folder
         if earlier is not None:
             history_bytes = 0 if after is None else self._resume(after)
             self.folder.continue_run(config, history_bytes)
@@ -284,10 +278,8 @@ class Trainer:
                 optimizers=self.optimizers,
                 buffer_bytes=config.checkpoint.buffer_bytes,
                 after=after,
-                share=None if self.divided is None else self.divided.share(),
+                share=self.share,
             )
-            if self.divided is not None:
-                self.divided.require_seen(of_run)
             self._newest, self._cut_at = self.checkpoints.newest, dict[str, int]()
         self.has_saved = after is not None
         if show:
@@ -427,7 +419,8 @@ class Trainer:
             self.metrics[keys.split] = found
             progress.add_evaluation(keys.split, found)
             if stopping is not None and stopping.best_step == progress.num_steps:
-                self.folder.keep_best(self.saved, stopping.best_step)
+                self.folder.save_model(self.saved, self.folder.best_file(stopping.best_step))
+                self.folder.drop_best(but=stopping.best_step)
         clock.mark("evaluate")
 
     def _evaluate(
@@ -442,7 +435,7 @@ class Trainer:
                 split,
                 keys.batch_size,
                 max_samples,
-                is_divided=self.divided is not None,
+                is_divided=num_ranks() > 1,
                 show=show,
             )
             if is_ranked:
@@ -520,8 +513,7 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged, or of another model.
         """
-        share = None if self.divided is None else self.divided.share()
-        contents = Contents(self.saved, self.optimizers, share)
+        contents = Contents(self.saved, self.optimizers, self.share)
         state = restore(self._checkpoints_folder, contents, number)["state"]
         with errors_of_state(f"checkpoint {number}"):
             self.loader.load_state_dict(state["loader"])
@@ -554,10 +546,12 @@ class Trainer:
             folder.load_model(self.saved, file=folder.best_file(stopping.best_step))
         if not self.config.save_model:
             folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
-        elif self.divided is None:
+        elif num_ranks() == 1:
             folder.save_model(self.saved)
         else:
-            self.divided.save(folder, self.saved)
+            from recsys.train.rank_model import save_rank_model  # imports TorchRec
+
+            save_rank_model(RunFolder(self.run_dir).model_file, self.saved, self.share)
         if is_whole:
             interrupted.clear()
             self.pipeline.clock.start()
@@ -580,14 +574,11 @@ class Trainer:
     def _measured(self) -> dict[str, Any]:
         """What the record of a run that has ended says of its time and its memory."""
         skipping, checkpoints = self.pipeline.skipping, self.checkpoints
-        processes = None
-        if self.divided is not None:
-            processes = {"num_ranks": num_ranks(), "placement": self.divided.placement}
         return {
             "throughput": self.progress.throughput(),
             "stalls": describe_stalls(self.pipeline.clock),
             "schedule": describe_schedule(self.pipeline, self.loader),
-            "processes": processes,
+            "processes": {"num_ranks": num_ranks()} if num_ranks() > 1 else None,
             "tiers": describe_tiers(self.saved),
             "skipped": None if skipping is None else skipping.report(),
             "checkpoints": None if checkpoints is None else checkpoints.describe(),

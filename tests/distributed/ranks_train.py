@@ -21,7 +21,7 @@ from recsys.train.rank_model import average_gradients
 
 SETTINGS = (
     "synthetic.num_samples=1600",  # 22 steps an epoch
-    # The second is divided by rows; the third has fewer rows than there are ranks.
+    # The third has fewer rows than there are ranks.
     "synthetic.table_sizes=[100,2000,1,60,7,8,50,30,3,90,80,70,60,50,40,30,20,10,50,40,30,20,10,9,8,7]",
     "batch_size=64",
     "optimizer.name=adagrad",

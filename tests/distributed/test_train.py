@@ -69,8 +69,7 @@ def test_all_ranks_know_the_metrics_of_all_samples(plain):
     assert first["status"] == "finished"
     assert first["num_steps"] == 22  # of 1,371 samples
     assert first["metrics"]["test"]["num_samples"] == 114
-    assert first["processes"]["num_ranks"] == 2
-    assert first["processes"]["placement"]["t_cat_1"] is None
+    assert first["processes"] == {"num_ranks": 2}
     assert sorted(path.name for path in run.iterdir()) == [
         "config.toml",
         "history.jsonl",
@@ -276,9 +275,8 @@ def test_a_run_folder_that_one_rank_does_not_see_ends_all_ranks(failing_ranks, t
 
     (first, _), (second, _) = failing_ranks("writes_to_two_folders", runs=[str(run), str(other)])
 
-    assert f"ConfigError: {other}: process 1 does not see this run folder" in second
+    assert f"ConfigError: {other / 'checkpoints'}: process 1 does not see this folder" in second
     assert "OtherRankFailed" in first
-    assert not other.exists()
 
 
 def test_an_error_of_a_callback_ends_all_ranks(failing_ranks, tmp_path):

@@ -117,7 +117,7 @@ def test_a_page_says_what_the_best_possible_auc_is(small_config, tmp_path, train
 
 
 def test_a_page_says_of_several_processes_which_numbers_are_those_of_one(changed_run):
-    run = changed_run(lambda record: record.update(processes={"num_ranks": 2, "placement": {}}))
+    run = changed_run(lambda record: record.update(processes={"num_ranks": 2}))
 
     assert "2; tiers, stages and memory are those of the first" in write_report(run).read_text()
 

@@ -18,10 +18,10 @@ from recsys.train.evaluate import (
     evaluate_run,
     evaluate_split,
     open_saved_model,
+    rank_items,
     with_ranking,
 )
 from recsys.train.metrics import evaluate_groups
-from recsys.train.ranking import rank_items
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.train.judged_stores import SMALL_MODEL, evaluate_logits, write_random_store, write_store

@@ -321,47 +321,37 @@ def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, 
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another version. The message names
-            another one that is whole, if there is one.
+            another one, if there is one.
     """
     try:
+        number = newest(folder) if number is None else number
         manifest = read_manifest(folder, number)
-        return manifest, _whole_pieces(folder, manifest)
+        pieces = [read_piece(folder, name) for name in manifest.pieces]
+        for piece in pieces:
+            for file in piece.files:
+                if file.name != _STATE_FILE or piece.name in manifest.deltas:
+                    _require_undamaged(folder / piece.name / file.name, file)
     except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{error}; {_whole_other(folder, number)}") from error
+        others = [other for other in manifest_numbers(folder) if other != number]
+        way_out = "train from the start: this folder has no other checkpoint"
+        if others:
+            way_out = f"load checkpoint {others[-1]} by its number (--checkpoint {others[-1]})"
+        raise CheckpointError(f"{error}; {way_out}") from error
+    return manifest, pieces
 
 
-def _whole_pieces(folder: Path, manifest: Manifest) -> list[Piece]:
-    """The pieces of a checkpoint, after a check of every file.
+def _require_undamaged(path: Path, file: File) -> None:
+    """Compare a file with its description.
 
     Raises:
-        CheckpointError: a file is damaged.
-        OSError: a file is missing.
+        CheckpointError: they differ.
     """
-    pieces = [read_piece(folder, name) for name in manifest.pieces]
-    for piece in pieces:
-        for file in piece.files:
-            if file.name != _STATE_FILE or piece.name in manifest.deltas:
-                path = folder / piece.name / file.name
-                found = _described(path)
-                if found != file:
-                    raise CheckpointError(
-                        f"{path}: is damaged: its {found.num_bytes} bytes have the CRC-32 "
-                        f"{found.crc32}, and {file.num_bytes} with {file.crc32} were written"
-                    )
-    return pieces
-
-
-def _whole_other(folder: Path, number: int | None) -> str:
-    """The hint where a checkpoint is damaged: the newest other one whose files are whole."""
-    for other in reversed(manifest_numbers(folder)):
-        if other != number:
-            with suppress(CheckpointError, OSError):
-                _whole_pieces(folder, read_manifest(folder, other))
-                return (
-                    f"checkpoint {other} is whole: load that one by its number "
-                    f"(--checkpoint {other})"
-                )
-    return "no other checkpoint in this folder is whole; train from the start"
+    found = _described(path)
+    if found != file:
+        raise CheckpointError(
+            f"{path}: is damaged: its {found.num_bytes} bytes have the CRC-32 {found.crc32}, and "
+            f"{file.num_bytes} with {file.crc32} were written"
+        )
 
 
 def _described(path: Path) -> File:

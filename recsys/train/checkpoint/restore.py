@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,18 +49,14 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "EVERYTHING",
     "Contents",
-    "Layout",
     "Share",
     "errors_of_state",
     "listed",
     "load_checkpoint",
     "restore",
 ]
-
-# For each table, by its key in the model's `state_dict`: the first row of each process, and the row
-# after its last one. Both are 0 for a process without rows of the table.
-Layout = dict[str, list[tuple[int, int]]]
 
 
 def load_checkpoint(
@@ -94,8 +91,8 @@ def load_checkpoint(
         The `state` that was saved.
 
     Raises:
-        CheckpointError: there is none, it is damaged (then the message names one that is whole), or
-            it is of another model.
+        CheckpointError: there is none, it is damaged (then the message names another one), or it is
+            of another model.
         ConfigError: the state of `pipeline` or `loader` is that of another one.
         WeightsError: the optimizer of the rows is another one.
     """
@@ -145,7 +142,7 @@ def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
         manifest, pieces = read_checkpoint(folder, number)
         tables, deltas, share = whole_tables(manifest, pieces), manifest.deltas, contents.share
         of_random = saved = read_state(folder, deltas[0])
-        if share is not None and share.num_ranks == len(deltas):
+        if share.num_ranks == len(deltas):
             of_random = read_state(folder, deltas[share.rank])
         optimizers = contents.require_same(
             saved, tables, f"checkpoint {manifest.number}", is_shared=len(deltas) > 1
@@ -169,19 +166,24 @@ def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
 
 
 class Share(NamedTuple):
-    """What one of several processes saves and restores.
+    """What one process saves and restores: everything, or its share of several processes' rows.
 
     Attributes:
         rank: Its number.
         num_ranks: How many there are.
-        layout: Which rows each has.
+        layout: For each table, by its key in the model's `state_dict`: the first row of each
+            process, and the row after its last one. Both are 0 for a process without rows of the
+            table. A table that is not in it is this process's.
         gather: Returns what every process gave, by rank. A collective.
     """
 
-    rank: int
-    num_ranks: int
-    layout: Layout
-    gather: Callable[[Any], list[Any]]
+    rank: int = 0
+    num_ranks: int = 1
+    layout: Mapping[str, list[tuple[int, int]]] = MappingProxyType({})
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+
+EVERYTHING = Share()
 
 
 class Contents:
@@ -191,7 +193,7 @@ class Contents:
         model: The model.
         optimizers: Its optimizers, always in the same order. Those that recsys modules have made
             for their rows need not be among them.
-        share: The rows of the model; None if it has all.
+        share: The rows of the model.
 
     Attributes:
         tables: The tables that recsys updates.
@@ -202,7 +204,7 @@ class Contents:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], share: Share | None = None
+        self, model: nn.Module, optimizers: Sequence[Optimizer], share: Share = EVERYTHING
     ) -> None:
         self.tables = SavedTables(model)
         self._model, self._optimizers = model, list(optimizers)
@@ -219,9 +221,7 @@ class Contents:
 
     def _rows_of(self, table: SavedTable) -> tuple[int, int]:
         """The first row of a table that this process has, and the row after the last one."""
-        if self.share is None:
-            return 0, table.num_rows
-        return self.share.layout[table.key][self.share.rank]
+        return self.share.layout.get(table.key, [(0, table.num_rows)])[self.share.rank]
 
     def describe_tables(self) -> dict[str, Table]:
         """The arrays that each table has now; a table that was never updated has no state."""
@@ -279,18 +279,17 @@ class Contents:
         """
         own = {key: _describe(key, value) for key, value in self._model_state().items()}
         found = {key: _describe(key, value) for key, value in saved["model"].items()}
-        layout = {} if self.share is None else self.share.layout
         for key, table in self.describe_tables().items():
-            num_rows = max([table.end, *(end for _, end in layout.get(key, ()))])
+            num_rows = max([table.end, *(end for _, end in self.share.layout.get(key, ()))])
             own[key] = _describe_table(table._replace(end=num_rows))
         found |= {
             key: _describe_table(table)
             for key, table in tables.items()
-            if self.share is None or key in own
+            if self.share.num_ranks == 1 or key in own
         }
         described = [(_describe_optimizer(each), each) for each in self._optimizers]
         states = saved["optimizers"]
-        if is_shared or self.share is not None:
+        if is_shared or self.share.num_ranks > 1:
             of_rows = FusedOptimizer.__name__
             described = [each for each in described if not each[0].startswith(of_rows)]
             states = [each for each in states if not each[0].startswith(of_rows)]

@@ -23,18 +23,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-from weakref import finalize
 
 import torch
 
 from recsys._support.files import alone_with, make_folders
 from recsys._support.machine import lower_thread_priority
 from recsys.embeddings.update.changed_rows import rows_of
-from recsys.errors import AlreadyExists, CheckpointError, ConfigError
+from recsys.errors import CheckpointError, ConfigError
 from recsys.train.checkpoint.format import (
     BLOCK_BYTES,
-    OWN_NAME,
-    PIECE_NAME,
     ROWS,
     Manifest,
     PieceWriter,
@@ -50,7 +47,7 @@ from recsys.train.checkpoint.format import (
     require_space,
     row_ranges,
 )
-from recsys.train.checkpoint.restore import Contents, Share, listed
+from recsys.train.checkpoint.restore import EVERYTHING, Contents, Share, listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +66,6 @@ _EXPECTED = OSError, CheckpointError, MemoryError
 _LISTED_WORDS = 2**14  # a million rows: their numbers take 8 MiB
 _POLL_SECONDS = 0.02  # how often the first process looks for the pieces of the others
 _PATIENCE = 10.0  # seconds that it waits for them at an end that they may not come to
-_THREAD_NAME = "recsys-checkpoints"
 
 
 def save_checkpoint(
@@ -102,7 +98,6 @@ def save_checkpoint(
         Number of the checkpoint.
 
     Raises:
-        AlreadyExists: `folder` holds something else.
         CheckpointError: a value cannot be saved.
         ConfigError: `loader` or another argument has no `state_dict`, or `loader` counts
             mini-batches that wait in `pipeline` as used.
@@ -121,8 +116,7 @@ class Checkpoints:
     From `prepare` to `close`, rows may be changed by updates only, or by torch operations on the
     tables' `weight`, which keep their dtype; `ChangedRows` lists the other writes. A failure to
     write, such as a full disk, does not end the training: it warns, and the next `save` tries
-    again. One object at a time may write to a folder. An object that is dropped without `close` is
-    closed, but does not warn.
+    again. One object at a time may write to a folder. Close it: then rows are recorded no more.
 
     Args:
         folder: The folder of checkpoints; made if it does not exist.
@@ -131,13 +125,12 @@ class Checkpoints:
         buffer_bytes: Memory for rows that wait to be written.
         after: Number of the checkpoint in this folder that the model was just restored from. Then
             only rows updated since are written.
-        share: The rows of the model, where several processes save together; None if it has all.
-            Then making this object, `save` and `wait` are collectives.
+        share: The rows of the model, where several processes save together. Then making this
+            object, `save` and `wait` are collectives.
 
     Raises:
         CheckpointError: `after` is not a complete checkpoint.
-        ConfigError: another object writes to `folder`.
-        AlreadyExists: `folder` holds something else.
+        ConfigError: another object writes to `folder`, or this process does not see it.
     """
 
     def __init__(
@@ -148,11 +141,10 @@ class Checkpoints:
         optimizers: Optimizer | Sequence[Optimizer] = (),
         buffer_bytes: int = 128 * 2**20,
         after: int | None = None,
-        share: Share | None = None,
+        share: Share = EVERYTHING,
     ) -> None:
         self._folder, self._share = Path(folder), share
-        self._rank = 0 if share is None else share.rank
-        _require_only_checkpoints(self._folder)
+        self._lock_file = self._folder / "LOCK"
         self._contents = Contents(model, listed(optimizers), share)
         self._full: PieceWriter | None = None  # that no checkpoint has yet
         self._full_copied: Future[None]
@@ -161,24 +153,28 @@ class Checkpoints:
         self._counts = {"num_saved": 0, "num_failed": 0, "written_bytes": 0}
         with ExitStack() as stack:
             # No other process writes before the first one has told it what is there.
-            found = None if self._rank else self._open(stack, after)
-            self._last, self._number = self._gather(found)[0]
+            found = None if share.rank else self._open(stack, after)
+            self._last, self._number = share.gather(found)[0]
+            self._folder.mkdir(parents=True, exist_ok=True)  # asks a file server that lags
+            if not self._lock_file.is_file():
+                raise ConfigError(
+                    f"{self._folder}: process {share.rank} does not see this folder, which the "
+                    "first process has made; name a folder that all machines share"
+                )
             if after is not None:
                 self._contents.tables.track()
-            lock = stack.pop_all()
+            self._lock, self._is_closed = stack.pop_all(), False
         self._buffer_bytes = buffer_bytes
-        self._thread = ThreadPoolExecutor(1, _THREAD_NAME, lower_thread_priority)
+        self._thread = ThreadPoolExecutor(1, "recsys-checkpoints", lower_thread_priority)
         # Blocks that may wait; one more is being filled.
         self._room = threading.Semaphore(max(1, buffer_bytes // BLOCK_BYTES - 1))
-        # Runs also when the last reference is dropped, and when the interpreter exits.
-        self._release = finalize(self, _release, self._thread, self._contents, lock)
 
     def _open(self, stack: ExitStack, after: int | None) -> tuple[Manifest | None, int]:
         """Lock the folder; returns the checkpoint before the next one, and the highest number."""
         folder = self._folder
         make_folders(folder)
         refusal = f"another Checkpoints is at work in {folder}; close it, or choose another folder"
-        stack.enter_context(alone_with(folder / "LOCK", refusal))
+        stack.enter_context(alone_with(self._lock_file, refusal))
         last = newest(folder)
         number = last if after is None else after
         if number == last:  # else what is continued is deleted, maybe
@@ -193,7 +189,7 @@ class Checkpoints:
         Raises:
             ConfigError: this object is closed.
         """
-        if not self._release.alive:
+        if self._is_closed:
             raise ConfigError(
                 f"{self._folder}: this object is closed and cannot save; make another `Checkpoints`"
             )
@@ -240,7 +236,7 @@ class Checkpoints:
             # A row that is updated after the cut is not in its delta, so it must be copied by then.
             self._full_copied.result()
             error = self._full.error
-            if any(self._gather(error is not None)) and self._continues:
+            if any(self._share.gather(error is not None)) and self._continues:
                 self._full = None
                 if error is not None:
                     _warn("rows could not be copied again, and deltas go on", error)
@@ -276,10 +272,10 @@ class Checkpoints:
 
         It is no collective: another process may have ended. Call `wait` before, if none has.
         """
-        if not self._release.alive:
+        if self._is_closed:
             return
         try:
-            if self._share is None:
+            if self._share.num_ranks == 1:
                 self._settle()
             elif self._cut is not None:
                 with suppress(TimeoutError):
@@ -298,9 +294,11 @@ class Checkpoints:
         if self._cut is not None:
             self._cut.is_given_up.set()
         self._thread.shutdown(cancel_futures=True)
-        if not self._rank:
+        if not self._share.rank:
             remove_unneeded(self._folder, unfinished=True)
-        self._release()
+        self._contents.tables.stop_tracking()
+        self._lock.close()
+        self._is_closed = True
 
     def describe(self) -> dict[str, Any]:
         """For a run record: what was saved since this object was made.
@@ -335,30 +333,28 @@ class Checkpoints:
         """In the writing thread: complete a checkpoint; the first process writes the manifest.
 
         Raises:
-            CheckpointError: pieces of another process do not come, or earlier ones were deleted.
+            CheckpointError: earlier pieces are gone.
+            TimeoutError: pieces of another process do not come.
             Exception: this process could not write its pieces.
         """
         for piece in cut.pieces:
             if piece.error is not None:
                 raise piece.error
-        if self._rank:
+        if self._share.rank:
             return
         folder, last = self._folder, self._last
-        ranks = range(1 if self._share is None else self._share.num_ranks)
+        ranks = range(self._share.num_ranks)
         names = [piece.path.name + _suffix(rank) for piece in cut.pieces for rank in ranks]
         while not all(is_finished(folder, name) for name in names):
             if cut.is_given_up.wait(_POLL_SECONDS):
-                raise CheckpointError("another process has not written its rows")
+                raise TimeoutError("another process has not written its rows")
+        since = [(last.number, last.id)] if last is not None and self._continues else []
+        if len(cut.pieces) == 1:  # a delta alone, after the pieces before
+            assert last is not None
+            names, since = [*last.pieces, *names], last.since + since
         sizes = {
             name: sum(file.num_bytes for file in read_piece(folder, name).files) for name in names
         }
-        since = [(last.number, last.id)] if last is not None and self._continues else []
-        if len(cut.pieces) == 1:
-            assert last is not None
-            lost = [name for name in last.pieces if not is_finished(folder, name)]
-            if lost:
-                raise _FilesLost(f"{lost[0]} was deleted; the next checkpoint copies every row")
-            sizes, since = last.pieces | sizes, last.since + since
         before = 0 if last is None else last.number
         manifest = Manifest(cut.number, secrets.token_hex(8), before, since, sizes)
         commit(folder, manifest)
@@ -371,11 +367,11 @@ class Checkpoints:
         if cut is None:
             return
         cut.finished.result()
-        if any(self._gather(any(piece.error is not None for piece in cut.pieces))):
+        if any(self._share.gather(any(piece.error is not None for piece in cut.pieces))):
             cut.is_given_up.set()
         error = self._committed.exception()
-        state = self._last, error is None, isinstance(error, _FilesLost)
-        last, is_complete, has_lost = self._gather(state)[0]
+        state = self._last, error is None, isinstance(error, CheckpointError)
+        last, is_complete, has_lost = self._share.gather(state)[0]
         with _signals_held():
             self._cut = None
             self._last = last
@@ -387,7 +383,7 @@ class Checkpoints:
                 for piece in cut.pieces:
                     piece.remove()
                 self._contents.tables.put_back(cut.bits)
-                self._continues &= not has_lost
+                self._continues &= not has_lost  # else the next one copies every row
             if self._full in cut.pieces:
                 self._full = None
         if error is None:
@@ -415,7 +411,7 @@ class Checkpoints:
         self._full_copied = self._thread.submit(full.run, full.finish)
 
     def _new_piece(self, kind: str, number: int, tables: dict[str, Table]) -> PieceWriter:
-        return PieceWriter(self._folder, f"{kind}-{number:08}{_suffix(self._rank)}", tables)
+        return PieceWriter(self._folder, f"{kind}-{number:08}{_suffix(self._share.rank)}", tables)
 
     def _put(self, task: Callable[..., Any], *given: Any) -> Future[Any]:
         """Queue a task in the writing thread; waits while too many wait."""
@@ -424,10 +420,6 @@ class Checkpoints:
         future = self._thread.submit(task, *given)
         future.add_done_callback(lambda _: room.release())  # has no reference to this object
         return future
-
-    def _gather(self, value: Any) -> list[Any]:
-        """What every process gave, by rank. A collective."""
-        return [value] if self._share is None else self._share.gather(value)
 
 
 class _Cut(NamedTuple):
@@ -446,10 +438,6 @@ class _Cut(NamedTuple):
     bits: list[NDArray[np.uint64]]
     finished: Future[None]
     is_given_up: threading.Event
-
-
-class _FilesLost(CheckpointError):
-    """Files that a new checkpoint needs were deleted."""
 
 
 class _Part(NamedTuple):
@@ -527,15 +515,6 @@ def _read(block: Sequence[_Part]) -> dict[str, Tensor]:
     return found
 
 
-def _release(thread: ThreadPoolExecutor, contents: Contents, lock: ExitStack) -> None:
-    """End the thread, the record of updated rows, and the lock on the folder."""
-    # A task may have had the last reference to `Checkpoints`: a thread cannot wait for itself.
-    is_own = threading.current_thread().name.startswith(_THREAD_NAME)
-    thread.shutdown(wait=not is_own)
-    contents.tables.stop_tracking()
-    lock.close()
-
-
 @contextmanager
 def _signals_held() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM wait for the end of the `with` block."""
@@ -566,19 +545,6 @@ def _warn(what: str, error: Exception) -> None:
         f"{what} ({str(error) or type(error).__name__}); free some space, or check the disk",
         stacklevel=4,
     )
-
-
-def _require_only_checkpoints(folder: Path) -> None:
-    """Refuse a folder that holds something else.
-
-    Raises:
-        AlreadyExists: it does.
-    """
-    names = sorted(path.name for path in folder.glob("*"))
-    if names and not any(OWN_NAME.fullmatch(n) or PIECE_NAME.fullmatch(n) for n in names):
-        raise AlreadyExists(
-            f"{folder} is not a folder of checkpoints: it has {names[0]}; choose another"
-        )
 
 
 def _states_of(argument: str, value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from recsys.errors import AlreadyExists, CheckpointError
+from recsys.errors import CheckpointError
 from recsys.train.checkpoint import load_checkpoint, newest, save_checkpoint
 from recsys.train.checkpoint.format import (
     PieceWriter,
@@ -333,7 +333,7 @@ def test_a_damaged_file_changes_nothing_and_offers_the_older_one(two, tmp_path, 
         before = again.numbers()
 
         with pytest.raises(
-            CheckpointError, match=f"{path.parent.name}/{path.name}.*checkpoint 1 is whole"
+            CheckpointError, match=f"{path.parent.name}/{path.name}.*load checkpoint 1 "
         ):
             load(again, tmp_path)
 
@@ -384,9 +384,6 @@ def test_only_files_of_checkpoints_are_deleted(tmp_path):
     training, others = make_training(), ["delta-1", "film.partial", "full-images", "notes.json"]
     for name in others:
         (tmp_path / name).mkdir()
-    with pytest.raises(AlreadyExists, match="it has delta-1"):
-        saved(training, tmp_path)
-
     (tmp_path / "LAST.partial").touch()
     (tmp_path / "full-00000001").mkdir()
     saved(training, tmp_path).close()

@@ -165,7 +165,7 @@ def test_after_files_are_deleted_the_next_but_one_has_every_row(tmp_path, lost):
         else:
             (folder / "full-00000001" / "piece.json").unlink()
         training.step(1)
-        with pytest.warns(UserWarning, match="full-00000001 was deleted; the next"):
+        with pytest.warns(UserWarning, match=r"full-00000001/piece\.json: cannot be read"):
             save_and_wait(checkpoints)
         for number in (3, 4):
             training.step(number)
@@ -233,7 +233,7 @@ def test_a_missing_checkpoint_and_a_damaged_last_file_name_the_others(tmp_path, 
     (tmp_path / "LAST").write_text(text)
 
     for number in (None, 9):
-        with pytest.raises(CheckpointError, match="checkpoint 1 is whole"):
+        with pytest.raises(CheckpointError, match="load checkpoint 1 "):
             load(training, tmp_path, number=number)
 
 
@@ -299,7 +299,7 @@ def test_a_forked_process_that_ends_leaves_the_lock(tmp_path):
     _training, checkpoints = begin(tmp_path)
     child = os.fork()
     if not child:
-        checkpoints._release()  # as the interpreter does when it exits
+        checkpoints._lock.close()  # as garbage collection does
         os._exit(0)
     os.waitpid(child, 0)
 
@@ -343,7 +343,6 @@ def test_an_object_that_is_dropped_writes_what_waits_and_ends(tmp_path):
         thread.join(20)
 
     assert not any(thread.is_alive() for thread in mine)
-    assert all(update.changed is None for update in training.model.tables.updates())
     require_restores(training, tmp_path)
     save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
     require_only_needed_files(tmp_path)
