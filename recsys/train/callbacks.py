@@ -211,7 +211,7 @@ class AbstractLogger(Callback):
     _id: str | None = None
 
     @abstractmethod
-    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str | None:
+    def _start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str | None:
         """Begin to log; arguments are as for `on_train_start`.
 
         Args:
@@ -224,7 +224,7 @@ class AbstractLogger(Callback):
         """
 
     @abstractmethod
-    def log(self, values: dict[str, float], num_samples: int) -> None:
+    def _log(self, values: dict[str, float], num_samples: int) -> None:
         """Log measurements.
 
         Args:
@@ -233,7 +233,7 @@ class AbstractLogger(Callback):
         """
 
     @abstractmethod
-    def close(self, status: str) -> None:
+    def _close(self, status: str) -> None:
         """End.
 
         Args:
@@ -244,11 +244,11 @@ class AbstractLogger(Callback):
         """Start or continue the logger's run."""
         # The id is set last: an object whose start failed may be given to another run.
         known, self._id = self._id, None
-        self._id = self.start(run_dir, record, known)
+        self._id = self._start(run_dir, record, known)
 
     def on_report(self, report: Mapping[str, Any]) -> None:
         """Log a report."""
-        self.log(_scalars(report), report["num_samples"])
+        self._log(_scalars(report), report["num_samples"])
 
     def on_validation_end(self, evaluation: Mapping[str, Any]) -> None:
         """Log an evaluation."""
@@ -258,8 +258,8 @@ class AbstractLogger(Callback):
         """Log the metrics of a finished run, and end; the object may be given to another run."""
         self._id = None
         if record["status"] == "finished":
-            self.log(_scalars(record["metrics"]), record["throughput"]["num_samples"])
-        self.close(record["status"])
+            self._log(_scalars(record["metrics"]), record["throughput"]["num_samples"])
+        self._close(record["status"])
 
     def state_dict(self) -> dict[str, Any]:
         """The id of the logger's run."""
@@ -286,20 +286,17 @@ class TensorBoard(AbstractLogger):
         self._folder = folder
         self._make = _required("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
 
-    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> None:
-        """Open a file of events."""
+    def _start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> None:
         folder = run_dir / "tensorboard" if self._folder is None else Path(self._folder)
         # TensorBoard shows no event from this step on that was written before.
         self._writer = self._make(folder, purge_step=record["throughput"]["num_samples"] + 1)
 
-    def log(self, values: dict[str, float], num_samples: int) -> None:
-        """Write the values."""
+    def _log(self, values: dict[str, float], num_samples: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, num_samples)
         self._writer.flush()
 
-    def close(self, status: str) -> None:
-        """Close the file."""
+    def _close(self, status: str) -> None:
         self._writer.close()
 
 
@@ -321,8 +318,7 @@ class MLflow(AbstractLogger):
         self._mlflow = _required("mlflow", "mlflow", self)
         self._options = options
 
-    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str:
-        """Start or continue the run."""
+    def _start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str:
         options = {"run_name": run_dir.resolve().name, **self._options}
         if known is not None:
             options = {"run_id": known}
@@ -331,12 +327,10 @@ class MLflow(AbstractLogger):
             self._mlflow.log_params(flat(record["config"]))
         return found
 
-    def log(self, values: dict[str, float], num_samples: int) -> None:
-        """Log the values."""
+    def _log(self, values: dict[str, float], num_samples: int) -> None:
         self._mlflow.log_metrics(values, step=num_samples)
 
-    def close(self, status: str) -> None:
-        """End the run."""
+    def _close(self, status: str) -> None:
         statuses = {"finished": "FINISHED", "interrupted": "KILLED"}
         self._mlflow.end_run(statuses.get(status, "FAILED"))
 
@@ -358,20 +352,17 @@ class WeightsAndBiases(AbstractLogger):
         self._wandb = _required("wandb", "wandb", self)
         self._options = options
 
-    def start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str:
-        """Start or continue the run."""
+    def _start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str:
         options = {"name": run_dir.resolve().name, "config": record["config"], **self._options}
         if known is not None:
             options |= {"id": known, "resume": "allow"}
         self._run = self._wandb.init(**options)
         return str(self._run.id)
 
-    def log(self, values: dict[str, float], num_samples: int) -> None:
-        """Log the values."""
+    def _log(self, values: dict[str, float], num_samples: int) -> None:
         self._run.log(values, step=num_samples)
 
-    def close(self, status: str) -> None:
-        """End the run."""
+    def _close(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
@@ -578,23 +569,20 @@ def require_metric(config: TrainConfig, source: SampleSource) -> None:
     Raises:
         ConfigError: its evaluations would be null.
     """
-    from recsys.datasets.checks import num_groups_of_both_kinds
     from recsys.datasets.store import Store  # imports PyTorch
 
     metric, split = config.early_stopping.metric, config.eval.split
     store = source if isinstance(source, Store) else None
     is_ranked = store is not None and "ranking" in store.meta
-    fault = ""
-    if metric in RANKING_METRICS and not is_ranked:
-        fault = "is for data with [negatives] in its schema, or positives alone"
-    elif metric in ("auc", "gauc", "normalized_entropy") and is_ranked:
-        fault = "is null where evaluations have positives alone; choose 'recall_at_k'"
-    elif metric == "gauc" and (
-        store is None or store.groups is None or not num_groups_of_both_kinds(store, split)
-    ):
-        fault = f"needs a group of the {split} part with both labels; choose 'auc'"
-    if fault:
-        raise ConfigError(f"early_stopping.metric {metric!r} {fault}")
+    has_groups = store is not None and store.groups is not None
+    has = {"gauc": has_groups and not is_ranked} | dict.fromkeys(RANKING_METRICS, is_ranked)
+    has |= dict.fromkeys(("auc", "normalized_entropy"), not is_ranked)
+    if not has.get(metric, True):
+        raise ConfigError(
+            f"early_stopping.metric {metric!r} is null on this data: data with [negatives] in its "
+            "schema, or with positives alone, has 'recall_at_k' and 'ndcg_at_k'; other data has "
+            "'auc', and 'gauc' if it has groups"
+        )
     if split == "test":
         warnings.warn(
             "early stopping on eval.split 'test' chooses the step whose test metrics look best, so "

@@ -49,9 +49,6 @@ __all__ = [
     "Rankings",
     "auc",
     "evaluate_groups",
-    "ndcg_at",
-    "ranks_of",
-    "recall_at",
 ]
 
 
@@ -263,43 +260,6 @@ def _differ(ordered: NDArray[Any]) -> NDArray[np.bool_]:
     return differ
 
 
-def ranks_of(
-    scores: NDArray[Any], items: NDArray[np.integer], is_candidate: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """The ranks of some items among the candidates, from 1.
-
-    Shape:
-        scores (E,), higher for better; items (T,) in [0, E), each a candidate; is_candidate (E,);
-        result (T,).
-    """
-    ordered = np.sort(scores[is_candidate])
-    found: NDArray[np.int64] = len(ordered) - np.searchsorted(ordered, scores[items], "left")
-    return found
-
-
-def recall_at(k: int, ranks: NDArray[np.int64], num_relevant: int) -> float:
-    """Share of the relevant items whose rank is at most k.
-
-    Args:
-        k: Number of items that are shown.
-        ranks: Ranks of relevant items in the ranking, (T,).
-        num_relevant: All relevant items, at least T and at least 1; the others are not found.
-    """
-    return int(np.count_nonzero(ranks <= k)) / num_relevant
-
-
-def ndcg_at(k: int, ranks: NDArray[np.int64], num_relevant: int) -> float:
-    """Discounted gain of the relevant items among the first k, divided by the largest possible one.
-
-    Args:
-        k: Number of items that are shown.
-        ranks: Ranks of relevant items in the ranking, (T,).
-        num_relevant: All relevant items, at least T and at least 1; the others are not found.
-    """
-    best = np.arange(1, min(k, num_relevant) + 1)
-    return float(np.sum(1 / np.log2(1 + ranks[ranks <= k])) / np.sum(1 / np.log2(1 + best)))
-
-
 class Rankings:
     """Collects rankings.
 
@@ -331,9 +291,13 @@ class Rankings:
         Shape:
             scores (E,); relevant (T,) in [0, E); is_candidate (E,); T + num_unknown >= 1.
         """
-        ranks, num_relevant = ranks_of(scores, relevant, is_candidate), len(relevant) + num_unknown
-        recall, ndcg = (judge(self._k, ranks, num_relevant) for judge in (recall_at, ndcg_at))
-        self._found.append((group, recall, ndcg))
+        num_relevant = len(relevant) + num_unknown
+        ordered = np.sort(scores[is_candidate])
+        ranks = len(ordered) - np.searchsorted(ordered, scores[relevant], "left")
+        shown = ranks[ranks <= self._k]
+        best = np.arange(1, min(self._k, num_relevant) + 1)
+        ndcg = float(np.sum(1 / np.log2(1 + shown)) / np.sum(1 / np.log2(1 + best)))
+        self._found.append((group, len(shown) / num_relevant, ndcg))
         self._num_unknown += num_unknown
 
     def result(self) -> RankingMetrics:

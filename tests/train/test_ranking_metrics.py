@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.train.metrics import Rankings, ndcg_at, ranks_of, recall_at
+from recsys.train.metrics import Rankings
+
+
+def judged(k, scores, relevant, is_candidate=True, num_unknown=0):
+    """Recall and NDCG of one ranking."""
+    rankings, scores = Rankings(k), np.array(scores, np.float32)
+    is_candidate = np.broadcast_to(is_candidate, scores.shape)
+    rankings.add(0, scores, np.array(relevant, np.int64), is_candidate, num_unknown)
+    found = rankings.result()
+    return found.recall_at_k, found.ndcg_at_k
 
 
 @st.composite
@@ -39,48 +48,40 @@ def test_recall_and_ndcg_are_their_definitions(ranking, k, num_unknown):
     num_relevant = len(relevant) + num_unknown
     if not num_relevant:
         return
-    ranks = ranks_of(
-        np.array(scores, np.float32), np.array(relevant, np.int64), np.array(is_candidate)
-    )
+
+    recall, found = judged(k, scores, relevant, is_candidate, num_unknown)
 
     places = places_shown(scores, is_candidate, relevant, k)
     best = sum(1 / log2(1 + place) for place in range(1, min(k, num_relevant) + 1))
-    assert recall_at(k, ranks, num_relevant) == len(places) / num_relevant
+    assert recall == len(places) / num_relevant
     ndcg = sum(1 / log2(1 + place) for place in places) / best
-    assert ndcg_at(k, ranks, num_relevant) == pytest.approx(ndcg, abs=1e-12)
+    assert found == pytest.approx(ndcg, abs=1e-12)
     assert ndcg <= 1
 
 
 def test_the_best_ranking_has_recall_and_ndcg_1():
-    scores = np.array([0, 5, 4, 3, 1], np.float32)
-    ranks = ranks_of(scores, np.array([2, 1, 3]), np.ones(5, np.bool_))
+    scores, relevant = [0, 5, 4, 3, 1], [2, 1, 3]
 
-    assert ranks.tolist() == [2, 1, 3]
-    assert recall_at(3, ranks, 3) == ndcg_at(3, ranks, 3) == 1
-    assert recall_at(2, ranks, 3) == pytest.approx(2 / 3)
-    assert ndcg_at(2, ranks, 3) == 1  # two is all that two places can hold
+    assert judged(3, scores, relevant) == (1, 1)
+    # Two is all that two places can hold.
+    assert judged(2, scores, relevant) == (pytest.approx(2 / 3), 1)
 
 
 def test_one_relevant_item_gains_by_its_rank():
-    scores = np.array([9, 8, 7, 6], np.float32)
-    ranks = ranks_of(scores, np.array([2]), np.ones(4, np.bool_))
+    scores = [9, 8, 7, 6]
 
-    assert (recall_at(2, ranks, 1), recall_at(3, ranks, 1)) == (0, 1)
-    assert ndcg_at(3, ranks, 1) == pytest.approx(1 / log2(4))
+    assert judged(2, scores, [2]) == (0, 0)
+    assert judged(3, scores, [2]) == (1, pytest.approx(1 / log2(4)))
 
 
 def test_items_that_are_not_candidates_take_no_place():
-    scores = np.array([9, 8, 7, 6], np.float32)
+    found = judged(4, [9, 8, 7, 6], [3], [False, True, False, True])
 
-    ranks = ranks_of(scores, np.array([3]), np.array([False, True, False, True]))
-
-    assert ranks.tolist() == [2]
+    assert found == (1, pytest.approx(1 / log2(3)))
 
 
 def test_equal_scores_find_nothing():
-    ranks = ranks_of(np.zeros(21, np.float32), np.array([4]), np.ones(21, np.bool_))
-
-    assert recall_at(20, ranks, 1) == ndcg_at(20, ranks, 1) == 0
+    assert judged(20, np.zeros(21), [4]) == (0, 0)
 
 
 def test_a_result_has_means_and_their_errors():
