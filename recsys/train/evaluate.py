@@ -1,31 +1,7 @@
 """Quality of a model on the splits of its data, during a run and of a saved model.
 
 Every split has the metrics of `MetricsAccumulator`. Data with groups has GAUC as well, and data
-that holds positive samples alone outside training has recall and NDCG at k: of rankings of all
-items for its positives.
-
-A question is a group together with what it knows when it chooses: all features of a test positive
-but those of the item. Test positives of one group with equal features are one question, with
-several right answers. Which items are its candidates:
-
-    items come again        all items. `repeats` of the store's `ranking` says so: its schema has a
-                            history of the item
-    otherwise               all items but the group's positives of the training part. Right answers
-                            that are among those (rare) are a question of their own, and all items
-                            are its candidates
-
-An item is never a candidate because it is right. Rows that stand for no item are no candidates: the
-row of rare and unknown values, and the row of missing values. A test positive with such a row
-cannot be found. It counts as a miss.
-
-The number of questions may be bounded. Then groups are drawn, and of each group equally many
-questions, or all that it has. The seed is constant, so all runs on a store answer the same ones.
-
-A candidate is a question with another item: its own row, and the rows of the features that belong
-to the item, from the store's catalog. An `AbstractPooledModel`, such as `DLRM`, computes what
-depends on the question alone once for each question: the dense vector, and the pooled vectors of
-its features. For each candidate the vectors of the item replace those of the question, and the head
-computes the score. Any other model scores each candidate as a sample of its own.
+that holds positive samples alone outside training has recall and NDCG at k.
 """
 
 from __future__ import annotations
@@ -33,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from contextlib import contextmanager
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,17 +16,16 @@ import torch
 from tqdm.auto import tqdm  # in a notebook, its own bar
 
 from recsys._support.machine import set_num_threads
-from recsys.batch import Batch, JaggedIds, SampleSource
 from recsys.config import EvalConfig, OptimizerConfig, TrainConfig, replace
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
-from recsys.models.archs import AbstractPooledModel
 from recsys.models.batch_train import BatchTrain
 from recsys.train.build import autocast, build_model, open_source, require_features_of
-from recsys.train.metrics import Metrics, MetricsAccumulator, RankingMetrics, Rankings
+from recsys.train.metrics import Metrics, MetricsAccumulator
 from recsys.train.progress import LOWER_LR
+from recsys.train.ranking import rank_items
 from recsys.train.ranks import gather, num_ranks, rank
 from recsys.train.run_folder import RunFolder
 
@@ -62,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from recsys.batch import Batch, SampleSource
 
 __all__ = [
     "SavedModel",
@@ -69,16 +44,10 @@ __all__ = [
     "evaluate_split",
     "nonzero_counts",
     "open_saved_model",
-    "rank_items",
     "scores_of",
     "unknown_values",
     "with_ranking",
 ]
-
-
-_SEED = 0  # of the groups and questions that are drawn
-_MOST_SCORES = 1 << 22  # held at a time
-_BLOCK = 1 << 20  # samples whose groups and labels are read at a time
 
 
 class SavedModel(NamedTuple):
@@ -193,277 +162,6 @@ def with_ranking(
             batch_size=config.batch_size,
         )
     return dataclasses.replace(found, ranking=ranking)
-
-
-def rank_items(
-    model: nn.Module, store: Store, split: str, *, k: int, most_questions: int, batch_size: int
-) -> RankingMetrics:
-    """Rank all items for the positives of a split; call it without gradients.
-
-    Args:
-        model: Maps a mini-batch to (loss, (loss, logits, labels)); its `model` is the model. With
-            several processes each scores all candidates, and this is a collective.
-        store: A store with `ranking` in its `meta.json`, groups and a catalog.
-        split: "test" or "validation".
-        k: Number of items that recall and NDCG count.
-        most_questions: Bound of the number of questions; 0 for all questions of all groups.
-        batch_size: Candidates per forward pass.
-
-    Raises:
-        TrainingDiverged: a score is not finite.
-    """
-    items = _Items(store)
-    assert store.groups is not None
-    of_blocks = [np.unique(store.groups[block]) for block in _positives(store, store.splits[split])]
-    groups = np.unique(np.concatenate([np.empty(0, np.int32), *of_blocks]))
-    per_group: int | None = None
-    generator = np.random.Generator(np.random.PCG64(_SEED))
-    if most_questions:
-        if most_questions < len(groups):
-            groups = np.sort(generator.choice(groups, most_questions, replace=False))
-        per_group = most_questions // max(1, len(groups))
-    own = _by_group(store, store.splits[split], groups)
-    known = _by_group(store, store.splits["train"], groups)
-    found = Rankings(k)
-    most = max(1, min(batch_size, _MOST_SCORES // items.num_rows))
-    asked = (
-        question
-        for group in own
-        for question in _drawn(
-            _questions(store, items, group, own[group], known[group]), per_group, generator
-        )
-    )
-    # On several processes, TorchRec's `DistributedModelParallel` is around it.
-    scorer = getattr(model, "module", model).model
-    while questions := list(islice(asked, most)):
-        samples = np.array([each.sample for each in questions], np.int64)
-        if isinstance(scorer, AbstractPooledModel):
-            scores = _score_by_head(scorer, store.read(samples), items, batch_size)
-        else:
-            scores = _score_by_samples(model, store.read(samples), items, batch_size)
-        num_bad = int((~np.isfinite(scores)).sum())
-        if num_bad:
-            raise TrainingDiverged(
-                f"{split}, ranking: {num_bad} of {scores.size} scores are not finite; {LOWER_LR}"
-            )
-        for of_question, question in zip(scores, questions, strict=True):
-            is_candidate = np.ones(items.num_rows, np.bool_)
-            is_candidate[: items.first_row] = False
-            is_candidate[question.left_out] = False
-            right = np.unique(question.rows[question.rows >= items.first_row])
-            num_unknown = int(np.count_nonzero(question.rows < items.first_row))
-            found.add(question.group, of_question, right, is_candidate, num_unknown)
-    return found.result()
-
-
-class _Question(NamedTuple):
-    """A question and its right answers.
-
-    Attributes:
-        group: The group that asks.
-        sample: Number of the first of its test positives.
-        rows: Rows of the item in its test positives, (T,).
-        left_out: Rows of the items that are no candidates.
-    """
-
-    group: int
-    sample: int
-    rows: NDArray[np.int64]
-    left_out: NDArray[np.int64]
-
-
-class _Items:
-    """The items of a store, as rows of their table, and how they stand in a mini-batch.
-
-    Args:
-        store: The store.
-
-    Attributes:
-        num_rows: Rows of the table, E.
-        first_row: The first row that stands for an item.
-        come_again: Whether a group chooses items again that it has chosen before.
-        names: The C features that belong to the item, the item first.
-    """
-
-    def __init__(self, store: Store) -> None:
-        ranking = store.meta["ranking"]
-        item = ranking["item"]
-        self.names = [item, *ranking["item_features"]]
-        self.come_again: bool = ranking.get("repeats", False)
-        table = store.feature_tables[item]
-        self.num_rows = store.table_sizes[table]
-        self.first_row = 1 + _has_row_for_missing(store, table)
-        ones = [each.name for each in store.features if not each.is_bag]
-        self._column = store.sparse[:, ones.index(item)]
-        self._catalog = store.catalog
-        self._features = [each.name for each in store.features]
-
-    def of_samples(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of the items of samples, (n,) each."""
-        return self._column[samples].astype(np.int64)
-
-    def as_features(self, rows: slice) -> JaggedIds:
-        """Samples of these items, one each, whose other features look up row 0."""
-        numbers = torch.arange(rows.start, rows.stop)
-        ids = torch.zeros(len(self._features), len(numbers), dtype=torch.int64)
-        return self.put_into(JaggedIds.from_one_hot(self._features, ids), numbers)
-
-    def put_into(self, features: JaggedIds, rows: torch.Tensor) -> JaggedIds:
-        """The same samples with other items.
-
-        Args:
-            features: Features of B samples.
-            rows: Rows of the new items.
-
-        Shape:
-            rows (B,) int64.
-        """
-        values, size = features.values().clone(), features.stride()
-        rows_of = [rows]
-        if self._catalog is not None:
-            rows_of += list(torch.from_numpy(self._catalog[rows.numpy()].astype(np.int64)).T)
-        for name, own in zip(self.names, rows_of, strict=True):
-            begin = int(features.offsets()[features.keys().index(name) * size])
-            values[begin : begin + size] = own
-        if features.is_known_one_hot():
-            return JaggedIds.from_one_hot(features.keys(), values.view(-1, size))
-        return JaggedIds(features.keys(), values, features.offsets())
-
-
-def _has_row_for_missing(store: Store, table: str) -> bool:
-    """Whether row 1 of a table stands for missing values: one of its columns has them apart."""
-    schema = store.meta.get("schema", {})
-    return any(
-        column.get("missing") == "own" and (column.get("table") or name) == table
-        for name, column in schema.get("categorical", {}).items()
-    )
-
-
-def _positives(store: Store, samples: range) -> Iterator[NDArray[np.int64]]:
-    """Numbers of the positive samples of a split, some at a time."""
-    for begin in range(samples.start, samples.stop, _BLOCK):
-        block = np.arange(begin, min(begin + _BLOCK, samples.stop))
-        yield block[store.labels[block] == 1]
-
-
-def _by_group(
-    store: Store, samples: range, groups: NDArray[np.int32]
-) -> dict[int, NDArray[np.int64]]:
-    """Numbers of the positive samples of each of these groups, which ascend."""
-    of_samples = store.groups
-    assert of_samples is not None
-    found = [block[np.isin(of_samples[block], groups)] for block in _positives(store, samples)]
-    numbers = np.concatenate([np.empty(0, np.int64), *found])
-    numbers = numbers[np.argsort(of_samples[numbers], kind="stable")]
-    begins = np.searchsorted(of_samples[numbers], groups)
-    return dict(zip(groups.tolist(), np.split(numbers, begins[1:]), strict=True))
-
-
-def _questions(
-    store: Store,
-    items: _Items,
-    group: int,
-    samples: NDArray[np.int64],
-    known: NDArray[np.int64],
-) -> list[_Question]:
-    """The questions of a group.
-
-    Args:
-        store: The store.
-        items: Its items.
-        group: The group.
-        samples: Numbers of its positives of the split.
-        known: Numbers of its positives of the training part.
-    """
-    rows, before = items.of_samples(samples), items.of_samples(known)
-    before = before[:0] if items.come_again else np.unique(before[before >= items.first_row])
-    are_known = np.isin(rows, before)
-    answers: dict[tuple[object, ...], list[int]] = {}
-    for place, features in enumerate(_known(store, items, samples)):
-        answers.setdefault((*features, bool(are_known[place])), []).append(place)
-    return [
-        _Question(
-            group,
-            int(samples[places[0]]),
-            rows[places],
-            left_out=before[:0] if are_known[places[0]] else before,
-        )
-        for places in answers.values()
-    ]
-
-
-def _drawn(
-    questions: list[_Question], most: int | None, generator: np.random.Generator
-) -> list[_Question]:
-    """At most so many of the questions, in their order; None for all."""
-    if most is None or len(questions) <= most:
-        return questions
-    chosen = np.sort(generator.choice(len(questions), most, replace=False))
-    return [questions[number] for number in chosen.tolist()]
-
-
-def _known(store: Store, items: _Items, samples: NDArray[np.int64]) -> Iterator[tuple[bytes, ...]]:
-    """What each sample holds, but for its item, in a form that can be compared."""
-    batch = store.read(samples)
-    features = batch.sparse_features
-    values, offsets = features.values().numpy(), features.offsets().tolist()
-    others = [number for number, key in enumerate(features.keys()) if key not in items.names]
-    firsts = [number * len(samples) for number in others]
-    for place, dense in enumerate(batch.dense_features.numpy()):
-        bags = [
-            values[offsets[first + place] : offsets[first + place + 1]].tobytes()
-            for first in firsts
-        ]
-        yield (dense.tobytes(), *bags)
-
-
-def _score_by_samples(
-    model: nn.Module, asked: Batch, items: _Items, batch_size: int
-) -> NDArray[np.float32]:
-    """`_score_by_head` for any model: each pair of question and item is a sample."""
-    num_questions, num_items = len(asked), items.num_rows - items.first_row
-    scores = np.zeros((num_questions, items.num_rows), np.float32)
-    found = []
-    for begin in range(0, num_questions * num_items, batch_size):
-        pairs = torch.arange(begin, min(begin + batch_size, num_questions * num_items))
-        candidates = asked.select(pairs // num_items)
-        candidates.sparse_features = items.put_into(
-            candidates.sparse_features, pairs % num_items + items.first_row
-        )
-        found.append(scores_of(model, candidates)[0])
-    scores[:, items.first_row :] = np.concatenate(found).reshape(num_questions, num_items)
-    return scores
-
-
-def _score_by_head(
-    model: AbstractPooledModel, asked: Batch, items: _Items, batch_size: int
-) -> NDArray[np.float32]:
-    """Scores of all items for each question, (Q, E); those of rows that are no items are 0.
-
-    Q vectors of each feature, and those of `batch_size` items, are held at a time.
-    """
-    device = next(model.dense_arch.parameters()).device
-    names = model.sparse_arch.sparse_feature_names
-    of_item = [names.index(name) for name in items.names]
-    num_questions, asked = len(asked), asked.to(device)
-    dense = model.dense_arch(asked.dense_features)
-    pooled = model.sparse_arch(asked.sparse_features)
-    scores = np.zeros((num_questions, items.num_rows), np.float32)
-    for first in range(items.first_row, items.num_rows, batch_size):
-        rows = slice(first, min(first + batch_size, items.num_rows))
-        num_items = rows.stop - rows.start
-        vectors = model.sparse_arch(items.as_features(rows).to(device))[:, of_item]
-        logits = []
-        num_pairs = num_questions * num_items
-        for begin in range(0, num_pairs, batch_size):
-            pairs = torch.arange(begin, min(begin + batch_size, num_pairs), device=device)
-            question, item = pairs // num_items, pairs % num_items
-            candidates = pooled[question]
-            candidates[:, of_item] = vectors[item]
-            logits.append(model.head(dense[question], candidates).squeeze(-1))
-        of_block = torch.cat(logits).view(num_questions, num_items)
-        scores[:, rows] = of_block.float().cpu().numpy()
-    return scores
 
 
 def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:

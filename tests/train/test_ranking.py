@@ -14,8 +14,8 @@ from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
 from recsys.train.build import autocast, build_model
-from recsys.train.evaluate import rank_items
 from recsys.train.metrics import Rankings
+from recsys.train.ranking import rank_items
 from tests.train.judged_stores import SMALL_MODEL
 
 FEATURES = [
@@ -213,8 +213,8 @@ def test_more_questions_than_scores_held_at_a_time_are_ranked_in_parts(write, mo
     store = write(random_samples(0, sizes), sizes)
     whole = rank(store, 3)
 
-    monkeypatch.setattr("recsys.train.evaluate._MOST_SCORES", 30)
-    monkeypatch.setattr("recsys.train.evaluate._BLOCK", 7)
+    monkeypatch.setattr("recsys.train.ranking._MOST_SCORES", 30)
+    monkeypatch.setattr("recsys.train.ranking._BLOCK", 7)
 
     assert rank(store, 3) == whole
 
@@ -360,7 +360,7 @@ def test_scores_are_those_of_samples_with_the_item(
             heard[group] = scores
             super().add(group, scores, *others)
 
-    monkeypatch.setattr("recsys.train.evaluate.Rankings", Listening)
+    monkeypatch.setattr("recsys.train.ranking.Rankings", Listening)
     with torch.no_grad(), autocast(config):
         rank(store, 3, dlrm, batch_size=5)
         expected = scores_of_samples(dlrm, store, range(30, 44))
