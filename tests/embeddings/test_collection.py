@@ -13,9 +13,7 @@ from recsys.embeddings import (
     Adagrad,
     HotColdEmbeddingBagCollection,
     HotColdEmbeddingCollection,
-    PopularityProfile,
     TableConfig,
-    plan_hot_rows,
 )
 from recsys.errors import IdOutOfRange, MalformedBags
 
@@ -140,6 +138,7 @@ def test_a_collection_without_pooling_trains_as_torchrecs(read, tier, tmp_path):
         for result in both:
             assert result["user@more"].weights_or_none().tolist() == [3, 4, 2, 2, 1]
             assert result["user@more"].lengths().tolist() == [1, 1, 3]
+            assert [len(each) for each in result["user@more"].to_dense()] == [1, 1, 3]
             rows = [each.values() * (number + n) for n, each in enumerate(result.values())]
             losses.append(sum(each.square().sum() for each in rows))
             losses[-1].backward()
@@ -222,19 +221,6 @@ def test_a_collection_without_memory_is_filled_by_loading_and_trained(kind, opti
         if optimizer is not None:
             states = ours.row_optimizer.state[mine], plain.row_optimizer.state[other]
             assert torch.equal(*(state["momentum1"] for state in states))
-
-
-def test_a_plan_gives_the_budget_and_the_rows_that_stay():
-    profile = PopularityProfile(tables())
-    profile.add(light())
-    budget, how = MAPS + 8 * (16 * 2 + 11), {"window_lookups": 1, "small_share": 0}
-    plan = plan_hot_rows(profile, tables(), budget, Adagrad(lr=0.1), **how)
-    ours = HotColdEmbeddingBagCollection(tables(), optimizer=Adagrad(lr=0.1), plan=plan)
-    ours(light())
-    marks = ours.groups()[0].fetcher.marks
-    firsts = zip(plan.pinned_by_table(), (0, 9, 16), strict=True)
-    expected = [row + first for (rows, _), first in firsts for row in rows]
-    assert sorted(marks.row_of_slot[marks.pins > 0].tolist()) == expected != []
 
 
 @pytest.mark.parametrize("name", ["DLRM", "DLRM_DCN", "SimpleDeepFMNN"])
@@ -325,14 +311,22 @@ def test_weights_of_averaged_bags_get_their_share_of_the_gradient():
     torch.testing.assert_close(weights.grad, expected)
 
 
-def test_rows_whose_memory_was_exchanged_are_found_again():
-    module = HotColdEmbeddingBagCollection(tables(), optimizer=SGD(lr=1.0))
-    module(light())
-    table = module.table_weights()[1]
-    table.data = torch.zeros_like(table)
-    module(light())["item@goods"].sum().backward()
-    assert table[4].tolist() == [-1.5] * 4  # the means of [0, 4], [4] and []
-    assert module(light())["item@goods"][1].tolist() == [-1.5] * 4
+@pytest.mark.parametrize("optimizer", [None, SGD(lr=1.0)])
+def test_rows_whose_memory_was_exchanged_are_found_again(optimizer):
+    memory = torch.arange(60.0).view(60, 1).repeat(1, 4)
+    module = HotColdEmbeddingBagCollection(tables(), optimizer=optimizer)
+    users, goods, more = module.table_weights()
+    for weight, first in ((users, 20), (goods, 30), (more, 40)):
+        weight.data = memory[first : first + len(weight)]
+    assert module(light())["item@goods"][1].tolist() == [34] * 4
+    goods.data = memory[:7]  # before all others
+    found = module(light())
+    assert found["item@goods"][1].tolist() == [4] * 4
+    assert found["user@users"][:, 0].tolist() == [23, 24, 22 + 22 + 21]
+    found["item@goods"].sum().backward()
+    step = 1.5  # the means of [0, 4], [4] and []
+    moved = goods[4] if optimizer is not None else goods[4] - goods.grad[4]
+    assert moved.tolist() == [4 - step] * 4
 
 
 def test_rows_are_drawn_as_torchrecs_config_says():
@@ -363,6 +357,7 @@ BAD_WEIGHTS = torch.ones(12).index_fill(0, torch.tensor(8), torch.nan)
 WRONG = {
     "offsets fall": (keyed, {"offsets": OFFSETS + OFFSETS % 3}, "'item', sample 2"),
     "offsets beyond the ids": (keyed, {"offsets": OFFSETS + OFFSETS // 12}, "13"),
+    "values after the last bag": (light, {"values": torch.cat([VALUES, VALUES])}, "12"),
     "a late start": (keyed, {"offsets": OFFSETS.clamp(min=1)}, "'item', sample 0"),
     "ids of numbers": (keyed, {"values": VALUES.double()}, "float64"),
     "a weight that is no number": (light, {"weights": BAD_WEIGHTS}, "sample 2: the weight of id 1"),
@@ -387,20 +382,6 @@ def test_tables_of_different_dtypes_and_stacked_dims_are_refused():
         HotColdEmbeddingBagCollection(tables((8, 4, 8)))(light(), stacked=True)
 
 
-@pytest.mark.parametrize("kind", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
-def test_values_after_the_last_bag_are_refused_as_torchrec_refuses_them(kind):
-    module, lengths = kind(tables()[:1]), torch.tensor([1, 0, 2, 1])
-
-    def features(num_values):
-        return keyed(values=torch.arange(num_values), keys=["user", "friend"], lengths=lengths)
-
-    with pytest.raises(RuntimeError):
-        features(6).to_dict()
-    with pytest.raises(MalformedBags, match=r"values, 6, got 4; .*\[:4\]"):
-        module(features(6))
-    module(features(4))
-
-
 @pytest.mark.parametrize("budget", [None, 100])
 @pytest.mark.parametrize("kind", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
 def test_a_feature_that_the_input_has_twice_is_refused_by_name(kind, budget):
@@ -416,14 +397,3 @@ def test_a_feature_that_the_input_has_twice_is_refused_by_name(kind, budget):
             with pytest.raises(MalformedBags, match=r"features \['user'\] must be in the batch"):
                 look_up(features("user", "user", "friend"))
     module(features("else", "else", "user", "friend"))  # not looked up
-
-
-def test_sequences_are_given_by_feature_without_torchrec():
-    own = HotColdEmbeddingCollection(tables(), need_indices=True, optimizer=SGD(lr=0.1))
-    found, goods = own(light()), own.embeddings["goods"].weight
-    assert torch.equal(found["item@goods"].values(), goods[[0, 4, 4]])
-    assert found["item@goods"].lengths().tolist() == [2, 1, 0]
-    assert found["item@goods"].offsets().tolist() == [0, 2, 3, 3]
-    assert found["item@goods"].weights_or_none().tolist() == [0, 4, 4]
-    dense = [each.tolist() for each in found["item@goods"].to_dense()]
-    assert dense == [goods[[0, 4]].tolist(), goods[[4]].tolist(), []]

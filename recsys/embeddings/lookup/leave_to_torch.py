@@ -52,15 +52,15 @@ def look_up_for_torch(
 
 
 def _pool(parts: Sequence[Part], bags: Bags, width: int, kept: Tensor | None = None) -> Tensor:
-    num_samples = bags.num_samples
-    if kept is None:
-        kept = new_kept(parts[0][0], bags.ids.numel(), bags.num_bags)
+    made = new_kept(parts[0][0], bags.ids.numel(), bags.num_bags) if kept is None else kept
+    for group, _ in parts[1:]:  # a part whose tables moved changes where others of a group are
+        group.notice_moved_tables()
     placed = [group.place(lookups) for group, lookups in parts]
     dtype, device = require_one_dtype(parts, bags.weights), parts[0][0].device
-    result = torch.empty(num_samples, width, dtype=dtype, device=device)
+    result = torch.empty(bags.num_samples, width, dtype=dtype, device=device)
     for (group, lookups), one in zip(parts, placed, strict=True):
-        if num_samples:
-            pool_part(group, lookups, one.lookups_5L, bags, kept, result)
+        if bags.num_samples:
+            pool_part(group, lookups, one.lookups_5L, bags, made, result)
     return result
 
 

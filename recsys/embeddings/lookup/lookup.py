@@ -176,11 +176,12 @@ def look_up(
         ValueError: tables or weights have other compute dtypes.
     """
     ids, offsets, weights, num_samples, num_bags, _ = bags
-    num_ids, is_training, placed = ids.numel(), False, []
+    num_ids, is_training = ids.numel(), False
     with DisableTorchFunctionSubclass():  # internal reads of tables
-        for group, lookups in parts:
-            one = group.place(lookups)
-            placed.append(one)
+        for group, _ in parts[1:]:  # a part whose tables moved changes where others of a group are
+            group.notice_moved_tables()
+        placed = [group.place(lookups) for group, lookups in parts]
+        for one in placed:
             is_training = is_training or any(map(_requires_grad, one.tables))
     is_training = is_training and is_grad_enabled()
     dtype = require_one_dtype(parts, weights)
@@ -195,9 +196,8 @@ def look_up(
     is_recorded = is_training or needs_weight_grad
     if is_recorded and current_pass() != NO_PASS:
         nodes.begin_pass()  # the lookup is repeated in a backward, which its own is a part of
-    first = parts[0][0]
-    kind = num_samples, width, dtype, first.device
-    kept = new_kept(first, num_ids, num_bags)
+    kind = num_samples, width, dtype, parts[0][0].device
+    kept = new_kept(parts[0][0], num_ids, num_bags)
     made: list[_Made | None]
     if needs_weight_grad:
         made = [None]
