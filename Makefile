@@ -54,13 +54,13 @@ PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_ex
 
 # Most tests run side by side, one process a core and one thread each. Tests that need several
 # threads run after them, one by one; only their files are imported for them.
-WITH_THREADS = $(shell grep -rlE --include='*.py' 'mark\.(serial|threads)\b' tests)
+WITH_THREADS = $(shell grep -rlE --include='*.py' 'mark\.serial\b' tests)
 test: setup
 	$(PYTEST) -m "not serial" -n logical --maxprocesses 4 --dist worksteal --max-worker-restart 0
-	$(PYTEST) -m "serial or threads" $(WITH_THREADS)
+	$(PYTEST) -m serial $(WITH_THREADS)
 
 threads: setup
-	PYTHONDEVMODE=1 $(BIN)/python tests/threads.py --cases 500 --json benchmarks/results/threads.json
+	PYTHONDEVMODE=1 $(BIN)/python tests/unit/threads.py --cases 500 --json benchmarks/results/threads.json
 
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest

@@ -17,13 +17,11 @@ from types import SimpleNamespace
 # there are few. OpenMP reads it once, when torch brings it in; processes that tests start have it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import numba
 import pytest
 import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from recsys._support import jit
 from recsys.ablate import load_ablation
 from recsys.cli import main
 from recsys.config import load_config, to_toml
@@ -38,33 +36,11 @@ if not torch.cuda.is_available():
 
 
 gc.disable()  # until all tests are imported, none of which is garbage: a fifth of that time
-_marks_of_this_test = set()
 
 
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def marks_are_known(request):
-    _marks_of_this_test.update(mark.name for mark in request.node.iter_markers())
-    yield
-    _marks_of_this_test.clear()
-
-
-def _run_alone_but_compile_for_threads():
-    """Kernels run on one thread; those of a test that wants more are compiled for its second run.
-
-    Marked `threads`, it runs on one thread here, and again by itself, on as many as it wants.
-    """
-
-    def call(kernel, *arguments):
-        if torch.get_num_threads() > 1 or "threads" in _marks_of_this_test:
-            kernel._parallel.compile(tuple(map(numba.typeof, arguments)))
-        return kernel.alone(*arguments)
-
-    jit.ParallelKernel.__call__ = call
 
 
 # Where several processes run the tests (`pytest -n`), each computes on one thread, and so do the
@@ -74,7 +50,6 @@ if _IS_ONE_OF_SEVERAL:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     compile_once()
-    _run_alone_but_compile_for_threads()
 
 
 @pytest.fixture(autouse=True)

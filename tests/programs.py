@@ -26,6 +26,11 @@ _OPTIMIZERS = {  # with the numbers of state for each number of a row
     torch.optim.Adagrad: 1,
     torch.optim.SparseAdam: 2,
 }
+_SETTINGS: dict[type[torch.optim.Optimizer], dict[str, Any]] = {  # of half of the programs
+    torch.optim.SGD: {},
+    torch.optim.Adagrad: {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-3},
+    torch.optim.SparseAdam: {"betas": (0.8, 0.9), "eps": 1e-3},
+}
 _WIDTH = 3  # of the output of each layer after a table
 _TOLERANCE = {"rtol": 1e-8, "atol": 1e-9}
 _WAYS = (
@@ -40,7 +45,7 @@ class Spec(NamedTuple):
     tables: list[dict[str, Any]]  # arguments of the modules
     same_as: list[int | None]  # for each table: the earlier one whose Parameter it has
     optimizer: type[torch.optim.Optimizer]
-    lr: float
+    settings: dict[str, Any]
     has_groups: bool  # whether the first table has a param group, and a rate, of its own
     is_scheduled: bool
 
@@ -78,9 +83,10 @@ def draw_spec(draw: random.Random) -> Spec:
         tables.append(table)
         same_as.append(draw.choice(found) if found and draw.random() < 0.3 else None)
     has_groups = optimizer is not torch.optim.SparseAdam and draw.random() < 0.3
-    return Spec(
-        tables, same_as, optimizer, draw.choice([0.05, 0.2]), has_groups, draw.random() < 0.3
-    )
+    settings = {"lr": draw.choice([0.05, 0.2])}
+    if draw.random() < 0.5:
+        settings |= _SETTINGS[optimizer]
+    return Spec(tables, same_as, optimizer, settings, has_groups, draw.random() < 0.3)
 
 
 class Model(nn.Module):
@@ -184,9 +190,12 @@ class Run:
         self.model, self._budget, self.is_accelerated = Model(spec), budget, is_accelerated
         rows = list(dict.fromkeys(each.weight for each in self.model.tables))
         dense = list(self.model.layers.parameters())
-        groups = [{"params": rows[:1], "lr": spec.lr / 3}, {"params": rows[1:]}]
+        groups = [{"params": rows[:1], "lr": spec.settings["lr"] / 3}, {"params": rows[1:]}]
         of_rows = groups if spec.has_groups and len(rows) > 1 else rows
-        self.optimizers = [spec.optimizer(of_rows, lr=spec.lr), torch.optim.Adam(dense, lr=0.01)]
+        self.optimizers = [
+            spec.optimizer(of_rows, **spec.settings),
+            torch.optim.Adam(dense, lr=0.01),
+        ]
         self.accelerate()
         made = self.optimizers if spec.is_scheduled else []
         self._schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in made]
@@ -320,6 +329,17 @@ def _scale_gradients(run, batches, draw):
     run.step()
 
 
+def _clip_gradients(run, batches, draw):
+    run.zero_grad()
+    backward(run.model(batches[0]))
+    found = []
+    gradients = [parameter.grad for parameter in run.model.parameters()]
+    if not any(gradient is not None and gradient.is_sparse for gradient in gradients):
+        found.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.5))
+    run.step()
+    return found
+
+
 def _keep_a_loss(run, batches, draw):
     if len(run.losses) < 2:
         run.losses.append(run.model(batches[0]))
@@ -383,6 +403,7 @@ _THINGS = [
     _freeze_for_a_step,
     _read_gradients,
     _scale_gradients,
+    _clip_gradients,
     _act_between_backward_and_step,
     _keep_a_loss,
     _go_back_to_a_loss,

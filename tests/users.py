@@ -30,9 +30,9 @@ from recsys.embeddings import (
     RowWiseAdagrad,
     TableConfig,
 )
-from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.errors import ConflictingWrite, IdOutOfRange, TrainingDiverged
 from recsys.pipeline import Auto, Hotline, LookAhead, Sequential, TrainPipeline
+from tests.budget import floor_bytes, slot_bytes
 
 FORMULAS = [
     SGD(lr=0.5),

@@ -88,11 +88,10 @@ def test_a_weight_that_is_no_number_is_named(ids, offsets, shape):
         module(ints(*ids).view(shape), offsets, weights.view(shape))
 
 
-@pytest.mark.parametrize("use", ["step", "grad"])
 @pytest.mark.parametrize("budget", [None, 200])
-def test_memory_refilled_by_numpy_after_backward_changes_no_row(use, budget):
+def test_memory_refilled_after_backward_changes_no_row(budget):
     module = HotColdEmbeddingBag(
-        20, 3, mode="sum", sparse=True, optimizer=SGD(lr=1.0), auto_apply=False, budget=budget
+        20, 3, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False, budget=budget
     )
     ids, offsets, weights = ints(1, 2, 2), ints(0, 1), torch.tensor([1.0, 2.0, 3.0])
     expected = module.weight.detach().clone()
@@ -104,8 +103,6 @@ def test_memory_refilled_by_numpy_after_backward_changes_no_row(use, budget):
     offsets.numpy()[:] = 10**9
     weights.numpy()[:] = -1
 
-    if use == "grad":
-        assert module.weight.grad.coalesce().indices().tolist() == [[1, 2]]
     module.row_optimizer.step()
     assert torch.equal(module.weight, expected)
 

@@ -1,7 +1,6 @@
 """`HotColdEmbedding` beside `nn.Embedding`."""
 
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -11,15 +10,10 @@ from torch import nn
 
 from recsys.embeddings import SGD, HotColdEmbedding, HotColdEmbeddingBag
 from recsys.errors import IdOutOfRange
-from tests.embeddings.test_bag import backward
+from tests.embeddings.test_bag import TOLERANCES, backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in cold memory")
+pytestmark = pytest.mark.filterwarnings("ignore:tables .* used in cold memory", "ignore:budget=")
 NUM_ROWS, NUM_USED = 30, 7
-TOLERANCES = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
-    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
-    torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2},
-}
 SHAPES = st.sampled_from([(), (0,), (3,), (1, 1), (2, 3), (0, 2), (4, 0), (2, 2, 2)])
 OPTIMIZED = {"optimizer": SGD(lr=1.0), "auto_apply": False}
 
@@ -41,16 +35,6 @@ def settings_of_modules(draw):
         "sparse": draw(st.booleans()),
         "dtype": draw(st.sampled_from(list(TOLERANCES))),
     }
-
-
-def both(settings, **ours):
-    torch.manual_seed(0)
-    plain = nn.Embedding(NUM_ROWS, 3, **settings)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "budget=")
-        own = HotColdEmbedding(NUM_ROWS, 3, **settings, **ours)
-    own.load_state_dict(plain.state_dict())
-    return plain, own
 
 
 each_kind = pytest.mark.parametrize(
@@ -109,7 +93,10 @@ def test_result_and_gradient_are_those_of_torchs_module(kind, ids, settings):
     if kind == "tiered":
         num_slots, slot_bytes = 3, 3 * settings["dtype"].itemsize + 11
         ours = ours | {"budget": 4 * NUM_ROWS + num_slots * slot_bytes}
-    plain, own = both(settings, **ours)
+    torch.manual_seed(0)
+    plain = nn.Embedding(NUM_ROWS, 3, **settings)
+    own = HotColdEmbedding(NUM_ROWS, 3, **settings, **ours)
+    own.load_state_dict(plain.state_dict())
 
     expected, found = (backward(module, ids) for module in (plain, own))
 

@@ -4,15 +4,10 @@ import numpy as np
 import torch
 
 from recsys.embeddings import SGD, Adagrad, Adam, RowWiseAdagrad
-from recsys.embeddings.kernels.cpu.rounding import (
-    FACTOR1,
-    FACTOR2,
-    GOLDEN,
-    INFINITY,
-    LARGEST_BFLOAT16,
-    table_key,
-)
-from recsys.embeddings.rows.tables import compute_dtype
+
+# Constants of SplitMix64, and bits of float32 numbers without the sign.
+GOLDEN, FACTOR1, FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+INFINITY, LARGEST_BFLOAT16 = 0x7F800000, 0x7F7F0000
 
 
 class Oracle:
@@ -26,7 +21,7 @@ class Oracle:
 
     def __init__(self, tables, formula, seed=None):
         self.tables = [table.detach().clone() for table in tables]
-        self.dtype = compute_dtype(tables[0].dtype)
+        self.dtype = torch.promote_types(tables[0].dtype, torch.float32)
         self.formula, self.seed = formula, seed
         self.states = [
             [
@@ -82,7 +77,7 @@ class Oracle:
             self.steps[table] += 1
             step = self.steps[table]
             if sum(map(len, rows)):
-                key = None if self.seed is None else table_key(self.seed, step, table)
+                key = None if self.seed is None else key_of(self.seed, step, table)
                 self._update(table, torch.cat(rows), torch.cat(gradients), step, key)
         self.pending = []
 
@@ -102,8 +97,7 @@ def update_rows(formula, weight, states, rows, gradients, step=1, key=None):
         rows: The row of each gradient, (N,); a row may occur several times.
         gradients: In the order of lookups, (N, D).
         step: Number of the step, from 1.
-        key: `table_key` of a table of bfloat16, to round it stochastically; None to round to
-            nearest.
+        key: `key_of` a table of bfloat16, to round it stochastically; None to round to nearest.
     """
     distinct, inverse = torch.unique(rows, return_inverse=True)
     summed = gradients.new_zeros(len(distinct), weight.shape[1])
@@ -114,7 +108,7 @@ def update_rows(formula, weight, states, rows, gradients, step=1, key=None):
         state[distinct] = values
     updated = weight[distinct].to(gradients.dtype) - change
     if weight.dtype == torch.bfloat16:
-        updated = round_rows(updated, None if key is None else fold(signed(key), distinct))
+        updated = round_rows(updated, None if key is None else fold(key, distinct))
     weight[distinct] = updated
 
 
@@ -171,6 +165,14 @@ def feature(bags, position):
 def signed(number):
     """The int64 with the bits of an unsigned number of 64 bits."""
     return number - 2**64 if number >= 2**63 else number
+
+
+def key_of(*numbers):
+    """The hash of seed, step and table, as int64."""
+    key = torch.zeros((), dtype=torch.int64)
+    for number in numbers:
+        key = fold(key, torch.tensor(number))
+    return key
 
 
 def fold(key, number):

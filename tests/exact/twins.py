@@ -18,10 +18,11 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -29,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where it is run as a scrip
 
 import recsys
 from recsys import JaggedIds
-from recsys._support.machine import describe_environment
 from recsys.embeddings import (
     SGD,
     Adagrad,
@@ -42,11 +42,11 @@ from recsys.embeddings import (
     RowWiseAdagrad,
     TableConfig,
 )
-from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
-from recsys.embeddings.tiers.transfer import Transfer
 from recsys.errors import IdOutOfRange, TrainingDiverged
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
+from tests.budget import floor_bytes, slot_bytes
 from tests.exact.oracle import Oracle
+from tests.unit.transfers import before_transfers
 
 FORMULAS = [
     SGD(lr=1e-3),
@@ -61,10 +61,11 @@ OF_TORCH = {
     torch.optim.SparseAdam: Adam(lr=0.1, eps=1e-8),
 }
 KINDS = ["collection", "rows", "bags", "accelerated"]
+DIMS = [4, 7, 16, 33]  # kernels are compiled for each multiple of 8
 MEMORIES = ["resident", "host", "file"]
 ACTIONS = ["step", "evaluate", "accumulate", "drop", "trouble", "save", "compare"]
 TROUBLES = ["forward", "backward", "nan", "id"]
-WIDTH = 128
+WIDTH = 300
 
 
 class Trouble(Exception):
@@ -342,6 +343,7 @@ class Case:
     def make_tables(self, data_types):
         rng = self.rng
         tables, features, length = [], [], rng.choice([None, None, 1])
+        dims = DIMS if len(data_types) > 1 else [rng.choice(DIMS)]  # without bags there is one
         for number in range(rng.randint(1, 4)):
             size, own = rng.choice([1, 4, 30, 150]), []
             for _ in range(rng.choice([1, 1, 2])):
@@ -355,7 +357,7 @@ class Case:
                 TableConfig(
                     name=f"t{number}",
                     num_embeddings=size,
-                    embedding_dim=rng.choice([4, 4, 7]) if len(data_types) > 1 else 4,
+                    embedding_dim=rng.choice(dims),
                     feature_names=tuple(dict.fromkeys(own)),
                     data_type=rng.choice(data_types),
                     pooling=rng.choice(["sum", "mean"]),
@@ -382,7 +384,7 @@ class Case:
     def make_one(self, name, own=True):
         """A bag or an embedding; of torch's unless it is `own`."""
         rng, size = self.rng, self.rng.choice([1, 4, 30, 150])
-        dim, dtype = rng.choice([4, 7]), torch.float32
+        dim, dtype = rng.choice(DIMS), torch.float32
         padding = rng.choice([None, None, size - 1])
         if own:
             dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
@@ -572,23 +574,6 @@ def arrays_of(known, states):
     return [each.view_as(state) for each, state in zip(arrays, states, strict=True)]
 
 
-@contextmanager
-def late_transfers(rng):
-    """Some transfers wait, so that whoever does not wait for them loses."""
-    run = Transfer.run
-
-    def run_late(self, *, is_alone):
-        if rng.random() < 0.2:
-            time.sleep(0.002)
-        run(self, is_alone=is_alone)
-
-    Transfer.run = run_late
-    try:
-        yield
-    finally:
-        Transfer.run = run
-
-
 def play(seed, folder, actions=None):
     """A case from its seed; returns it.
 
@@ -600,8 +585,14 @@ def play(seed, folder, actions=None):
     rng = random.Random(seed)
     if actions is None:
         actions = rng.choices(ACTIONS, [8, 2, 2, 1, 2, 1, 1], k=rng.randint(5, 40))
-    with warnings.catch_warnings(), late_transfers(rng):
+
+    def wait(*_):
+        if rng.random() < 0.2:
+            time.sleep(0.002)
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        before_transfers(patch, wait)
         case = Case(seed, folder)
         for action in [*actions, "compare"]:
             case.act(action)
@@ -638,7 +629,7 @@ def main():
     print(f"{counts['cases']} cases in {seconds:.0f} s, {len(failed)} failed: {failed}")
     print(dict(counts))
     if given.json is not None:
-        found = {"environment": describe_environment(), "seconds": seconds}
+        found = {"torch": torch.__version__, "seconds": seconds}
         found |= {"counts": dict(counts), "failed": failed}
         given.json.write_text(json.dumps(found, indent=1))
     raise SystemExit(bool(failed))

@@ -12,7 +12,7 @@ from torch import nn
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets import BatchLoader
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
-from recsys.pipeline import FAE, Auto, HotColdLoader, Hotline, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import FAE, Auto, HotColdLoader, LookAhead, Sequential, TrainPipeline
 
 NUM_EPOCHS = 3
 TABLE = TableConfig(name="number", num_embeddings=200, embedding_dim=4)
@@ -147,23 +147,6 @@ def make_loader(num_samples=40, source=Numbered):
     return BatchLoader(source(num_samples), "train", 5, shuffle=False)
 
 
-def test_an_epoch_is_not_over_while_its_last_mini_batches_wait():
-    _, pipeline = make_pipeline(4)
-    loader = make_loader()
-    batches = iter(loader)
-    for number in range(1, 9):
-        pipeline.progress(batches)
-        assert loader.state_dict()["next_sample"] == 5 * number
-        assert loader.epoch == 0
-        with pytest.raises(RuntimeError, match="an iteration of it is still running"):
-            next(iter(loader))
-
-    with pytest.raises(StopIteration):
-        pipeline.progress(batches)
-    assert (loader.epoch, loader.state_dict()["next_sample"]) == (1, 0)
-    assert len(list(pipeline.steps(loader))) == 8
-
-
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_an_iterator_that_is_closed_or_dropped_leaves_the_position_of_training(is_closed):
     model, pipeline = make_pipeline(4)
@@ -210,23 +193,3 @@ def test_a_loader_that_waits_for_losses_is_not_read_ahead(schedule):
     model.eval()
     with torch.no_grad():
         pipeline.progress(iter(loader))  # which takes no mini-batch ahead
-
-
-@pytest.mark.parametrize("schedule", [Sequential(), Hotline(learning_steps=99)], ids=str)
-def test_by_a_schedule_that_takes_none_ahead_it_trains_as_a_plain_loop(schedule):
-    model = Model()
-    pipeline = TrainPipeline(model, None, schedule=schedule)
-    loader, other = make_fae_loader(), make_fae_loader()
-    losses = [1.0, 2.0, 1.5, 1.4, 1.3]
-
-    expected = []
-    for batch in other:
-        expected.append(numbers(batch))
-        if other.wants_loss:
-            other.observe(losses[other.scheduler.num_swaps])
-    for _ in pipeline.steps(loader):
-        if loader.wants_loss:
-            loader.observe(losses[loader.scheduler.num_swaps])
-
-    assert model.trained == expected
-    assert loader.state_dict() == other.state_dict()

@@ -11,67 +11,34 @@ import torch
 
 from recsys.embeddings import Adagrad
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from tests.pipeline import small
 
 BUDGET = 30_000  # of 830 rows and their state
 
 
 @pytest.fixture
-def batches(small):
-    return [small.make_batch(small.tables, seed) for seed in range(12)]
+def batches():
+    return [small.make_batch(small.TABLES, seed) for seed in range(12)]
 
 
 @pytest.fixture
-def validation(small):
-    return [small.make_batch(small.tables, seed) for seed in range(100, 103)]
-
-
-@pytest.fixture
-def pair(small):
+def pair():
     """A resident model and its optimizer; a tiered one and its pipeline."""
 
     def build(schedule):
         optimizer = Adagrad(lr=0.1)
-        models = [small.Model(small.tables, optimizer, **each) for each in ({}, {"budget": BUDGET})]
+        models = [small.Model(small.TABLES, optimizer, **each) for each in ({}, {"budget": BUDGET})]
         dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
         return models, dense[0], TrainPipeline(models[1], dense[1], schedule=schedule)
 
     return build
 
 
-def given(batches):
-    yield from batches
-
-
 def progress(pipeline, iterator, count):
     return [pipeline.progress(iterator)[0].item() for _ in range(count)]
 
 
-@pytest.mark.parametrize("give", [iter, given], ids=["list", "generator"])
-@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(1), LookAhead(4)], ids=str)
-def test_an_evaluation_takes_no_mini_batch_of_the_training_data_and_loses_none(
-    small, pair, batches, validation, schedule, give
-):
-    models, dense, pipeline = pair(schedule)
-    iterator = give(batches)
-    losses, evaluated, expected = [], [], []
-
-    for number in range(4):
-        losses += progress(pipeline, iterator, 3)
-        small.run_plain(models[0], dense, batches[3 * number : 3 * number + 3])
-        for model in models:
-            model.eval()
-        with torch.no_grad():
-            evaluated += small.run(pipeline, give(validation))
-            expected += [models[0](batch)[0].item() for batch in validation]
-        for model in models:
-            model.train()
-
-    assert evaluated == expected
-    assert small.run(pipeline, iterator) == []
-    small.require_equal(*models)
-
-
-def test_an_iterator_that_is_dropped_takes_its_window_along(small, pair, batches):
+def test_an_iterator_that_is_dropped_takes_its_window_along(pair, batches):
     *_, pipeline = pair(LookAhead(2))
     kept = [weakref.ref(batch) for batch in batches]
     iterator = (batches.pop(0) for _ in range(len(batches)))
@@ -85,29 +52,26 @@ def test_an_iterator_that_is_dropped_takes_its_window_along(small, pair, batches
 
 
 @pytest.mark.parametrize("schedule", [Sequential(), LookAhead(3)], ids=str)
-def test_windows_in_which_nothing_is_left_are_not_kept(small, pair, batches, schedule):
+def test_windows_in_which_nothing_is_left_are_not_kept(pair, batches, schedule):
     models, _, pipeline = pair(schedule)
-    iterators = [iter(batches), given(batches), given(batches[:0])]
-    for iterator in iterators[:2]:
-        progress(pipeline, iterator, len(batches))
-    assert not pipeline._windows._windows
-
+    progress(pipeline, iter(batches), len(batches))
     models[1].eval()
     with torch.no_grad():
         progress(pipeline, iter(batches), 2)
-    assert small.run(pipeline, iterators[2]) == []
+    assert small.run(pipeline, iter(())) == []
+
     assert not pipeline._windows._windows
     assert not pipeline._windows._owners
 
 
-def test_an_exception_of_one_iterator_is_raised_by_that_one_in_its_turn(small, pair, batches):
+def test_an_exception_of_one_iterator_is_raised_by_that_one_in_its_turn(pair, batches):
     models, dense, pipeline = pair(LookAhead(3))
 
     def read():
         yield from batches[:3]
         raise OSError("the line is dead")
 
-    broken, whole = read(), given(batches[3:])
+    broken, whole = read(), iter(batches[3:])
     losses = progress(pipeline, broken, 1)
     losses += progress(pipeline, whole, 2)
     losses += progress(pipeline, broken, 2)
@@ -153,20 +117,6 @@ def test_an_iterator_is_told_how_many_mini_batches_wait(pair, batches, depth):
     assert iterator.num_closed == 0
 
 
-def test_steps_left_early_leaves_an_iterator_open_and_its_window_waits(small, pair, batches):
-    models, dense, pipeline = pair(LookAhead(2))
-    iterator = given(batches)
-    losses = []
-    for count in (2, 3, 20):
-        for number, (loss, _) in enumerate(pipeline.steps(iterator)):
-            losses.append(loss.item())
-            if number + 1 == count:
-                break
-
-    assert losses == small.run_plain(models[0], dense, batches)
-    small.require_equal(*models)
-
-
 def one_tensor(batches):
     """A loader that fills the same tensor again for each mini-batch."""
     labels = batches[0].labels.clone()
@@ -208,7 +158,7 @@ def in_parts_of_a_tensor(batches, num_parts=5):
     "give", [one_tensor, two_tensors_in_turn, one_object, values_of_ids, offsets_of_ids]
 )
 def test_a_loader_that_overwrites_mini_batches_that_wait_is_refused_before_they_are_trained_on(
-    small, pair, batches, give
+    pair, batches, give
 ):
     models, dense, pipeline = pair(LookAhead(2))
     before = copy.deepcopy(models[1].state_dict())
@@ -222,7 +172,7 @@ def test_a_loader_that_overwrites_mini_batches_that_wait_is_refused_before_they_
     assert losses == small.run_plain(models[0], dense, batches)
 
 
-def test_a_loader_may_fill_parts_of_a_tensor_that_are_used(small, pair, batches):
+def test_a_loader_may_fill_parts_of_a_tensor_that_are_used(pair, batches):
     models, dense, pipeline = pair(LookAhead(2))
 
     losses = small.run(pipeline, in_parts_of_a_tensor(batches))

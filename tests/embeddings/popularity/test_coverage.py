@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import JaggedIds
 from recsys.datasets import Store, SyntheticCriteo
-from recsys.embeddings import PopularityProfile, TableConfig
-from recsys.embeddings.popularity import counts as counting
+from recsys.embeddings import PopularityProfile
 from tests.stores import write_store
 
 
@@ -36,11 +36,14 @@ def expected_coverage(store, num_rows, counted, measured):
     }
 
 
-@given(st.lists(st.integers(0, 600), min_size=1, max_size=4), st.integers(1, 2999), st.booleans())
-def test_coverage_is_what_looking_for_every_lookup_finds(store, nums_rows, cut, by_blocks):
+@given(
+    st.lists(st.integers(0, 600), min_size=1, max_size=4),
+    st.integers(1, 2999),
+    st.sampled_from([400, 2**21]),
+)
+def test_coverage_is_what_looking_for_every_lookup_finds(store, nums_rows, cut, block):
     with pytest.MonkeyPatch.context() as patch:
-        if by_blocks:
-            patch.setattr(counting, "_BLOCK_SAMPLES", 400)
+        patch.setattr("recsys.embeddings.popularity.counts._BLOCK_SAMPLES", block)
         profile = PopularityProfile.count(store, range(cut))
 
         found = profile.coverages(nums_rows, store, range(cut, 3000))
@@ -50,27 +53,11 @@ def test_coverage_is_what_looking_for_every_lookup_finds(store, nums_rows, cut, 
         assert vars(coverage) == pytest.approx(expected)
 
 
-def test_coverage_of_a_models_tables_is_measured_on_the_columns_of_their_features(store):
-    tables = [
-        TableConfig(name="t_3", num_embeddings=500, embedding_dim=4, feature_names=("cat_3",)),
-        TableConfig(name="t_0", num_embeddings=30, embedding_dim=4, feature_names=("cat_0",)),
-    ]
-    profile = PopularityProfile.count(store, range(1500)).for_tables(tables)
-
-    coverage = profile.coverage(40, store, range(1500, 3000))
-
-    counted = PopularityProfile({"cat_3": 500, "cat_0": 30})
-    counted.add(store.read(np.arange(1500)))
-    batches = [store.read(np.arange(1500, 3000))]
-    assert coverage == counted.coverage(40, batches)
-    assert coverage.num_lookups == 3000
-
-
 def test_a_sample_is_hot_when_all_its_lookups_are_and_when_it_has_none():
     profile = PopularityProfile({"a": 4, "b": 4})
     offsets = np.array([0, 2, 4, 4, 5, 5, 5])
     values = np.array([1, 1, 1, 2, 3])
-    ids = JaggedIds(["a", "b"], *map(torch_of, (values, offsets)))
+    ids = JaggedIds(["a", "b"], torch.from_numpy(values), torch.from_numpy(offsets))
     profile.add(ids)
 
     coverage = profile.coverage(1, [ids])
@@ -78,12 +65,6 @@ def test_a_sample_is_hot_when_all_its_lookups_are_and_when_it_has_none():
     # Row 1 of "a" alone is hot: sample 0 has it twice and 3 of "b", sample 1 also 2, sample 2 none.
     assert (coverage.lookup_hit_rate, coverage.hot_sample_share) == (3 / 5, 1 / 3)
     assert (coverage.num_distinct_rows, coverage.num_distinct_hot_rows) == (3, 1)
-
-
-def torch_of(array):
-    import torch
-
-    return torch.from_numpy(array)
 
 
 def test_the_top_rows_of_the_first_half_serve_the_second_half_of_the_real_sample(kaggle_137k_store):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from recsys.batch import JaggedIds
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile, TableConfig
-from recsys.embeddings.popularity import counts as counting
 from recsys.errors import ConfigError, IdOutOfRange, ProfileError
 from tests.stores import write_store
 
@@ -43,28 +42,22 @@ def bags(lists_by_feature, dtype=torch.int64):
     return JaggedIds(list(lists_by_feature), values, torch.from_numpy(offsets).to(dtype))
 
 
-def test_a_store_is_counted_as_numpy_counts_it(store, monkeypatch):
-    monkeypatch.setattr(counting, "_BLOCK_SAMPLES", 700)
-
-    profile = PopularityProfile.count(store, range(5, 2500))
-
-    np.testing.assert_array_equal(profile.counts(), bincounts(store, slice(5, 2500)))
-    assert profile.num_lookups == 4 * 2495
-    assert profile.num_samples == 2495
-    assert profile.counts("cat_1").tolist() == profile.counts()[30:37].tolist()
-    assert profile.num_rows_seen == np.count_nonzero(profile.counts())
-
-
-def test_a_store_a_source_and_mini_batches_give_the_same_counts(source, store, monkeypatch):
-    monkeypatch.setattr(counting, "_READ_SAMPLES", 700)
+def test_a_store_a_source_and_mini_batches_are_counted_as_numpy_counts(source, store, monkeypatch):
+    for name in ("_BLOCK_SAMPLES", "_READ_SAMPLES"):
+        monkeypatch.setattr(f"recsys.embeddings.popularity.counts.{name}", 700)
     from_batches = PopularityProfile(store.table_sizes)
-
     for split in ("train", "test", "validation"):
         for batch in BatchLoader(store, split, 128, shuffle=True):
             from_batches.add(batch)
 
-    np.testing.assert_array_equal(PopularityProfile.count(source).counts(), bincounts(store))
-    np.testing.assert_array_equal(from_batches.counts(), bincounts(store))
+    part = PopularityProfile.count(store, range(5, 2500))
+
+    for whole in (PopularityProfile.count(source), from_batches):
+        np.testing.assert_array_equal(whole.counts(), bincounts(store))
+    np.testing.assert_array_equal(part.counts(), bincounts(store, slice(5, 2500)))
+    assert part.counts("cat_1").tolist() == part.counts()[30:37].tolist()
+    assert (part.num_samples, part.num_lookups) == (2495, 4 * 2495)
+    assert part.num_rows_seen == np.count_nonzero(part.counts())
 
 
 def test_every_value_of_every_bag_counts_in_every_table_that_looks_it_up():
@@ -95,7 +88,7 @@ def test_a_batch_with_a_bad_id_is_not_counted_at_all():
 
 
 def test_a_bad_id_of_a_store_is_named_by_its_sample(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(counting, "_BLOCK_SAMPLES", 700)
+    monkeypatch.setattr("recsys.embeddings.popularity.counts._BLOCK_SAMPLES", 700)
     path = write_store(source, tmp_path / "store")
     rows = np.memmap(path / "sparse.bin", "<i4", mode="r+").reshape(-1, 4)
     rows[996, 1] = -1
@@ -140,31 +133,29 @@ def test_a_few_ranked_rows_are_the_first_of_all_whatever_the_weights(counts, num
     assert profile.ranked_rows(num_rows, weights).tolist() == expected[:num_rows]
 
 
-def test_a_table_of_several_features_takes_the_sum_of_their_counts():
-    profile = PopularityProfile({"a": 3, "b": 3, "c": 3})
+def table_of(name, *features):
+    return TableConfig(name=name, num_embeddings=3, embedding_dim=4, feature_names=features)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"a": 3, "b": 3, "c": 3},
+        # A feature that several tables look up is counted once.
+        [table_of("wide", "a"), table_of("deep", "a", "b"), table_of("own", "b")],
+    ],
+)
+def test_a_table_of_several_features_takes_the_sum_of_their_counts(tables):
+    profile = PopularityProfile(tables)
     profile.add(bags({"a": [[0, 1]], "b": [[1, 1]], "c": [[2]]}))
-    both = TableConfig(name="t", num_embeddings=3, embedding_dim=4, feature_names=("a", "b"))
-    again = TableConfig(name="u", num_embeddings=3, embedding_dim=4, feature_names=("a",))
+    both, one = table_of("both", "a", "b"), table_of("one", "a")
 
-    found = profile.for_tables([both, again])
+    found = profile.for_tables([both, one])
 
-    assert found.counts("t").tolist() == [1, 3, 0]
-    assert found.counts("u").tolist() == [1, 1, 0]
-    with pytest.raises(ProfileError, match=r"table 'u' \(features \['a'\]\) is not in the profile"):
-        profile.for_tables([both]).for_tables([again])
-
-
-def test_a_feature_that_several_tables_look_up_is_counted_once():
-    def table(name, *features):
-        return TableConfig(name=name, num_embeddings=3, embedding_dim=4, feature_names=features)
-
-    profile = PopularityProfile([table("wide", "a"), table("deep", "a", "b"), table("own", "b")])
-    profile.add(bags({"a": [[0, 1]], "b": [[1, 2]]}))
-
-    found = profile.for_tables([table("both", "a", "b"), table("one", "a")])
-
-    assert found.counts("both").tolist() == [1, 2, 1]
+    assert found.counts("both").tolist() == [1, 3, 0]
     assert found.counts("one").tolist() == [1, 1, 0]
+    with pytest.raises(ProfileError, match=r"'one' \(features \['a'\]\) is not in the profile"):
+        profile.for_tables([both]).for_tables([one])
 
 
 def sized(name, size):

@@ -6,7 +6,6 @@ import torch
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import PopularityProfile, TableConfig
-from recsys.embeddings.popularity import files
 from recsys.errors import ProfileError
 
 
@@ -37,15 +36,10 @@ def test_a_profile_is_loaded_as_it_was_saved_and_goes_on_counting(profile, tmp_p
     assert loaded.features == {"t": ("a", "b"), "u": ("a",)}
 
 
-def test_a_file_with_a_changed_byte_of_counts_is_refused(profile, tmp_path):
-    file = tmp_path / "profile.npz"
-    profile.save(file)
+def change_a_byte(file):
     content = bytearray(file.read_bytes())
     content[content.index(b"counts.npy") + 40] ^= 0xFF
     file.write_bytes(content)
-
-    with pytest.raises(ProfileError, match="it is damaged or another file"):
-        PopularityProfile.load(file)
 
 
 def save_array(file):
@@ -59,9 +53,23 @@ def save_with(file, **changes):
     np.savez(file, **made)
 
 
+def put_a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def put_a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+ABOUT = {"meta": np.array([{"format": "x"}], object), "counts": np.zeros(1)}
+
+
 @pytest.mark.parametrize(
     "damage",
     [
+        change_a_byte,
         lambda f: np.savez(f, counts=np.zeros(3)),
         save_array,
         lambda f: f.write_text("label,1,2"),
@@ -69,6 +77,9 @@ def save_with(file, **changes):
         lambda f: save_with(f, counts=np.zeros((1, 2003), np.uint32)),
         lambda f: save_with(f, meta=np.frombuffer(b'{"format": "recsys-profile"}', np.uint8)),
         lambda f: save_with(f, sha256=np.zeros(32, np.uint8)),
+        lambda f: np.savez(f, **ABOUT),  # a pickle
+        put_a_folder,
+        put_a_pipe,
     ],
 )
 def test_a_file_with_other_contents_is_refused(profile, tmp_path, damage):
@@ -76,30 +87,14 @@ def test_a_file_with_other_contents_is_refused(profile, tmp_path, damage):
     profile.save(file)
     damage(file)
 
-    with pytest.raises(ProfileError, match="it is damaged or another file"):
+    with pytest.raises(ProfileError, match=r"f\.npz"):
         PopularityProfile.load(file)
 
 
 def test_a_profile_of_another_version_is_refused(profile, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_VERSION", 1)
+    monkeypatch.setattr("recsys.embeddings.popularity.files._VERSION", 1)
     profile.save(tmp_path / "f.npz")
     monkeypatch.undo()
 
     with pytest.raises(ProfileError, match=r"must be recsys-profile 2 .*, got recsys-profile 1"):
         PopularityProfile.load(tmp_path / "f.npz")
-
-
-def test_an_archive_with_a_pickle_is_refused_unread(tmp_path):
-    np.savez(tmp_path / "f.npz", meta=np.array([{"format": "x"}], object), counts=np.zeros(1))
-
-    with pytest.raises(ProfileError, match="cannot be read as a profile"):
-        PopularityProfile.load(tmp_path / "f.npz")
-
-
-def test_a_folder_and_a_pipe_are_no_profiles(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-
-    with pytest.raises(ProfileError, match=r"is not a plain file; if it is a store, count"):
-        PopularityProfile.load(tmp_path)
-    with pytest.raises(ProfileError, match=r"pipe is not a plain file"):
-        PopularityProfile.load(tmp_path / "pipe")

@@ -1,24 +1,21 @@
 """Rows are called stale exactly when their recomputed history says so."""
 
-from itertools import pairwise
+from bisect import bisect
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from recsys.embeddings import SGD, HotColdEmbeddingBag, Staleness, StalenessTracker
+from tests.embeddings.staleness import stream
 from tests.embeddings.staleness.test_tracker_state import assert_equal_states
 
 LEAD = 32  # mini-batches later a decision holds
 REST = 4  # windows in which a stale row is not judged before its trial
 WINDOW = 50
 STEPS = 12 * WINDOW
-
-
-def drift(before, now):
-    """The drift of one row, in plain Python."""
-    change = [abs(float(b) - float(a)) for a, b in zip(before, now, strict=True)]
-    return sum(change) / len(change)
+FIRSTS = list(accumulate(stream.SIZES, initial=0))  # of each table's rows, and their end
 
 
 class Oracle:
@@ -51,8 +48,7 @@ class Oracle:
             is_judged = updates >= settings.min_updates and not (self.freezes and is_resting)
             if is_judged:
                 known["judged"] = window
-                found = drift(*(self.rows[end][row] for end in ends))
-                known["drifts"] = [*known["drifts"], found][-settings.patience :]
+                known["drifts"] = [*known["drifts"], self.drift(row, *ends)][-settings.patience :]
             elif not is_resting:
                 known["drifts"] = []
         levels = {
@@ -83,6 +79,12 @@ class Oracle:
             for row in [*stale, *others[: settings.max_rows - len(stale)]]
         }
 
+    def drift(self, row, begin, end):
+        """How far a row has moved, in plain Python."""
+        table = bisect(FIRSTS, row) - 1
+        before, now = (self.rows[at][table][row - FIRSTS[table]].tolist() for at in (begin, end))
+        return sum(abs(b - a) for a, b in zip(before, now, strict=True)) / len(now)
+
     def is_resting(self, known, window):
         """Whether a row is stale and not at its trial's end; if it freezes, a trial takes 2."""
         return known["stale"] and window - known["judged"] <= REST + self.freezes
@@ -102,42 +104,41 @@ class Oracle:
         return found[rank - 1] if rank else -np.inf
 
 
-def rows_in(small, features):
+def rows_in(features):
     """The distinct rows of a mini-batch, counted over all tables, and those of each sample."""
-    firsts = np.cumsum([0, *small.SIZES])
     bounds, values = features.offsets().tolist(), features.values().tolist()
-    samples = [set() for _ in range(small.BATCH_SIZE)]
+    samples = [set() for _ in range(stream.BATCH_SIZE)]
     for bag, (begin, end) in enumerate(pairwise(bounds)):
-        table, sample = divmod(bag, small.BATCH_SIZE)
-        samples[sample] |= {int(firsts[table]) + value for value in values[begin:end]}
+        table, sample = divmod(bag, stream.BATCH_SIZE)
+        samples[sample] |= {FIRSTS[table] + value for value in values[begin:end]}
     return set().union(*samples), samples
 
 
-def run(small, settings, *, share=0.5, freezes=False, seed=0, steps=STEPS, **kinds):
+def run(settings, *, share, freezes):
     """Train a resident model beside the oracle; compare after every step."""
-    model = small.make_model(**kinds)
+    model = stream.make_model()
     tracker = StalenessTracker(model, settings, share=share, freezes_rows=freezes)
     oracle = Oracle(settings, share, freezes)
-    oracle.rows.append(small.rows_of(model))
+    oracle.rows.append(stream.rows_of(model))
     num_stale = []
-    for number in range(steps):
-        features = small.make_batch(number, seed=seed)
-        part = small.part_of(model, features)
-        looked_up, samples = rows_in(small, features)
+    for number in range(STEPS):
+        features = stream.make_batch(number, seed=1)
+        parts = model.lookups(features)
+        looked_up, samples = rows_in(features)
         oracle.inputs += samples
         tracker.add_inputs(
-            number * small.BATCH_SIZE, [part], small.BATCH_SIZE, torch.arange(small.BATCH_SIZE)
+            number * stream.BATCH_SIZE, parts, stream.BATCH_SIZE, torch.arange(stream.BATCH_SIZE)
         )
         tracker.use_flags_of(number)
         flagged = oracle.flagged_at(number)
-        assert listed(small, tracker) == flagged
-        found = tracker.all_stale([part], small.BATCH_SIZE)
+        assert listed(tracker) == flagged
+        found = tracker.all_stale(parts, stream.BATCH_SIZE)
         assert found.tolist() == [bool(each) and each <= flagged for each in samples]
         tracker.begin_step(number)
-        small.step(model, features, number)
+        stream.step(model, features, number)
         oracle.updated.append(looked_up - flagged if freezes else looked_up)
-        oracle.rows.append(small.rows_of(model))
-        tracker.end_step((number + 1) * small.BATCH_SIZE)
+        oracle.rows.append(stream.rows_of(model))
+        tracker.end_step((number + 1) * stream.BATCH_SIZE)
         if (number + 1) % settings.window == 0:
             oracle.end_window()
             threshold = oracle.thresholds[-1]
@@ -147,15 +148,14 @@ def run(small, settings, *, share=0.5, freezes=False, seed=0, steps=STEPS, **kin
     return tracker, oracle, num_stale
 
 
-def listed(small, tracker):
+def listed(tracker):
     """The rows that are marked as stale, counted over all tables."""
-    firsts = np.cumsum([0, *small.SIZES])
     stale = tracker.stale_rows()
     assert list(stale) == ["t0", "t1", "t2"]
     return {
-        int(first + row)
-        for first, rows in zip(firsts, stale.values(), strict=False)
-        for row in rows
+        first + row
+        for first, rows in zip(FIRSTS, stale.values(), strict=False)
+        for row in rows.tolist()
     }
 
 
@@ -169,9 +169,9 @@ def listed(small, tracker):
         ({"count_every": 4, "window": WINDOW + 3}, True, 0.05),
     ],
 )
-def test_a_row_is_stale_when_its_recomputed_drifts_say_so(small, settings, freezes, share):
+def test_a_row_is_stale_when_its_recomputed_drifts_say_so(settings, freezes, share):
     chosen = Staleness(**{"window": WINDOW, "min_updates": 3, "count_every": 1} | settings)
-    _, oracle, num_stale = run(small, chosen, seed=1, share=share, freezes=freezes)
+    _, oracle, num_stale = run(chosen, share=share, freezes=freezes)
     assert max(num_stale) > 0
     assert any(oracle.thawed) or share > 0.03
 
@@ -179,87 +179,40 @@ def test_a_row_is_stale_when_its_recomputed_drifts_say_so(small, settings, freez
 TRAITS = {"window": WINDOW, "min_updates": 3, "count_every": 1, "max_rows": 60}
 
 
-def test_flags_are_those_of_the_number_that_is_asked_for(small):
-    model = small.make_model()
+def test_flags_are_those_of_the_number_that_is_asked_for():
+    model = stream.make_model()
     tracker = StalenessTracker(model, Staleness(**TRAITS), share=0.1)
     seen = {}
     for number in range(6 * WINDOW):
         for ahead in (number, number + LEAD, number + 5, number):
             tracker.use_flags_of(ahead)
-            found = listed(small, tracker)
+            found = listed(tracker)
             assert seen.setdefault(ahead, found) == found
-        small.train(model, tracker, [number])
+        stream.train(model, tracker, [number])
     assert len({frozenset(each) for each in seen.values()}) > 3
 
 
-def test_with_share_0_no_row_is_stale(small):
-    model = small.make_model()
+def test_with_share_0_no_row_is_stale():
+    model = stream.make_model()
     tracker = StalenessTracker(model, Staleness(**TRAITS))
-    small.train(model, tracker, range(4 * WINDOW))
+    stream.train(model, tracker, range(4 * WINDOW))
     tracker.use_flags_of(4 * WINDOW)
-    assert listed(small, tracker)
+    assert listed(tracker)
     assert 0 < tracker.report()["stale_share"] < 0.99
     tracker.share = 0
-    small.train(model, tracker, range(4 * WINDOW, 5 * WINDOW + LEAD))
+    stream.train(model, tracker, range(4 * WINDOW, 5 * WINDOW + LEAD))
     tracker.use_flags_of(5 * WINDOW + LEAD)
-    assert not listed(small, tracker)
+    assert not listed(tracker)
     assert tracker.report()["threshold"] is None
 
 
-def test_rows_that_do_not_move_at_all_do_not_exceed_the_share(small):
-    model = small.make_model(SGD(lr=0.0))
+def test_rows_that_do_not_move_at_all_do_not_exceed_the_share():
+    model = stream.make_model(SGD(lr=0.0))
     settings = Staleness(**TRAITS | {"patience": 1, "max_rows": 2000})
     tracker = StalenessTracker(model, settings, share=0.02)
-    small.train(model, tracker, range(6 * WINDOW))
+    stream.train(model, tracker, range(6 * WINDOW))
     assert tracker.report()["threshold"] is None
     assert tracker.report()["stale_share"] == 0
-
-
-def test_an_input_is_stale_if_its_rows_are_in_every_group():
-    # Bags of two dims, so of two groups, which have no names of their own.
-    model = torch.nn.ModuleDict(
-        {
-            name: HotColdEmbeddingBag(num_rows, dim, mode="sum", optimizer=SGD(lr=0.1))
-            for name, num_rows, dim in (("left", 300, 4), ("right", 200, 8))
-        }
-    )
-    settings = Staleness(**TRAITS | {"patience": 1, "max_rows": 150})
-    tracker = StalenessTracker(model, settings, share=0.2)
-    generator = torch.Generator().manual_seed(0)
-    batch_size, inputs = 8, []
-
-    def ids():
-        return (torch.rand(batch_size, 2, generator=generator) ** 4 * 200).long()
-
-    def parts_of(batch):
-        return [
-            part
-            for bag, ids in zip(model.values(), batch, strict=True)
-            for part in bag.lookups(ids)
-        ]
-
-    for number in range(5 * WINDOW):
-        batch = [ids(), ids()]
-        inputs += zip(batch[0].tolist(), batch[1].tolist(), strict=True)
-        samples = torch.arange(batch_size)
-        tracker.add_inputs(number * batch_size, parts_of(batch), batch_size, samples)
-        tracker.begin_step(number)
-        for bag, of_bag in zip(model.values(), batch, strict=True):
-            (bag(of_bag) * torch.randn(batch_size, 1, generator=generator)).sum().backward()
-        tracker.end_step((number + 1) * batch_size)
-    tracker.use_flags_of(5 * WINDOW + LEAD)
-
-    stale = {name: set(rows.tolist()) for name, rows in tracker.stale_rows().items()}
-    assert list(stale) == ["0.weight", "1.weight"]
-    stale = {"left": stale["0.weight"], "right": stale["1.weight"]}
-    of_inputs = [set(a) <= stale["left"] and set(b) <= stale["right"] for a, b in inputs]
-    assert 0.1 < sum(of_inputs) / len(inputs) < 0.3
-    batch = [ids(), ids()]
-    expected = [
-        set(a) <= stale["left"] and set(b) <= stale["right"]
-        for a, b in zip(batch[0].tolist(), batch[1].tolist(), strict=True)
-    ]
-    assert tracker.all_stale(parts_of(batch), batch_size).tolist() == expected
 
 
 def make_bag():
@@ -357,8 +310,8 @@ def test_a_lookup_in_tables_that_are_not_followed_makes_no_sample_stale():
         tracker.all_stale(own.lookups(IDS), 4)
 
 
-def test_rows_have_one_tracker(small):
-    model = small.make_model()
+def test_rows_have_one_tracker():
+    model = stream.make_model()
     tracker = StalenessTracker(model)
     with pytest.raises(ValueError, match="StalenessTracker"):
         StalenessTracker(model)
@@ -367,8 +320,8 @@ def test_rows_have_one_tracker(small):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_mini_batch_that_is_not_the_next_one_is_refused(small, ends):
-    tracker = StalenessTracker(small.make_model(), Staleness(window=WINDOW))
+def test_a_mini_batch_that_is_not_the_next_one_is_refused(ends):
+    tracker = StalenessTracker(stream.make_model(), Staleness(window=WINDOW))
     tracker.begin_step(0)
     if ends:  # as in a second epoch that is counted from 0
         tracker.end_step(8)

@@ -46,20 +46,6 @@ def marked(name, num_rows=5):
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_a_marked_bag_trains_on_by_its_mark_and_from_its_state(name):
-    plain, taken = marked(name), marked(name)
-    train(plain)
-    train(taken)
-
-    ours = HotColdEmbeddingBag.from_torch(taken)
-    train(plain)
-    train(ours)
-
-    assert ours.weight is taken.weight
-    torch.testing.assert_close(ours.weight.detach(), plain.weight.detach(), rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", MARKS)
 def test_accelerate_reads_marks_once_and_restore_leaves_rows_without_an_optimizer(name):
     plain, model = (nn.ModuleList([marked(name), nn.Linear(2, 2)]) for _ in range(2))
     train(plain[0])
@@ -91,17 +77,22 @@ def test_an_optimizer_besides_the_mark_is_refused():
     [
         (torch.optim.Adam, {}, "torch.optim.Adam updates rows .*apply SGD, Adagrad, SparseAdam"),
         (torch.optim.Adagrad, {"lr_decay": 0.1}, "must have lr_decay 0, got 0.1"),
+        ("Adam", {"lr": 0.5}, "torchrec.optim.Adam adds eps in"),
+        ("SGD", {"lr": 0.5, "weight_decay": 0.1}, r"\['lr'\] are translated, got .*weight_decay"),
     ],
 )
 def test_a_mark_without_a_formula_is_refused(kind, settings, message):
-    module = bag()
-    _apply_optimizer_in_backward(kind, [module.weight], settings)
+    theirs = collection()
+    import torchrec.optim
 
-    with pytest.raises(ValueError, match=f"table 'weight': .*{message}"):
-        HotColdEmbeddingBag.from_torch(module)
+    kind = getattr(torchrec.optim, kind) if isinstance(kind, str) else kind
+    _apply_optimizer_in_backward(kind, theirs.parameters(), settings)
+
+    with pytest.raises(ValueError, match=f"table 'users': .*{message}"):
+        HotColdEmbeddingBagCollection.from_torchrec(theirs)
 
 
-def collection(pooling="SUM"):
+def collection():
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
     torch.manual_seed(0)
     return torchrec.EmbeddingBagCollection(
@@ -111,11 +102,10 @@ def collection(pooling="SUM"):
                 num_embeddings=9,
                 embedding_dim=4,
                 feature_names=[feature],
-                pooling=getattr(torchrec.PoolingType, pooling),
             )
             for name, feature in (("users", "user"), ("goods", "item"))
         ],
-        is_weighted=pooling == "SUM",
+        is_weighted=True,
     )
 
 
@@ -125,21 +115,6 @@ def kjt():
     lengths, weights = torch.tensor([2, 1, 0, 3]), torch.linspace(0.5, 2, 6)
     values = torch.tensor([0, 4, 4, 8, 1, 1])
     return KeyedJaggedTensor.from_lengths_sync(["user", "item"], values, lengths, weights)
-
-
-@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
-def test_torchrecs_collection_is_taken_over_with_its_parameters(pooling):
-    theirs = collection(pooling)
-
-    ours = HotColdEmbeddingBagCollection.from_torchrec(theirs)
-
-    assert [id(each) for each in ours.parameters()] == [id(each) for each in theirs.parameters()]
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert ours.is_weighted() == theirs.is_weighted()
-    assert ours.embedding_bag_configs() == theirs.embedding_bag_configs()
-    torch.testing.assert_close(ours(kjt()).values(), theirs(kjt()).values())
-    ours(kjt()).values().sum().backward()
-    assert not ours.table_weights()[0].grad.is_sparse
 
 
 def test_torchrecs_marks_are_the_collections_optimizer():
@@ -176,26 +151,6 @@ def test_torchrecs_placeholders_stand_for_fbgemms_formulas(name, settings, formu
 
     [group] = ours.row_optimizer.param_groups
     assert {key: group[key] for key in vars(formula)} == vars(formula)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("Adam", {"lr": 0.5}, "table 'users': torchrec.optim.Adam adds eps in"),
-        (
-            "SGD",
-            {"lr": 0.5, "weight_decay": 0.1},
-            r"arguments \['lr'\] are translated, got .*weight_decay",
-        ),
-    ],
-)
-def test_placeholders_that_have_no_formula_are_refused(name, settings, message):
-    theirs = collection()
-    import torchrec.optim
-
-    _apply_optimizer_in_backward(getattr(torchrec.optim, name), theirs.parameters(), settings)
-    with pytest.raises(ValueError, match=message):
-        HotColdEmbeddingBagCollection.from_torchrec(theirs)
 
 
 def test_marks_must_be_alike():

@@ -81,16 +81,12 @@ def test_every_column_counts(dim, dtype, optimizer):
         assert is_updated.tolist() == [True, False, True]
 
 
-@pytest.mark.threads
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_the_first_row_is_named_however_many_threads_there_are(num_threads):
+def test_the_first_row_of_the_first_table_is_named():
     tables = [
-        TableConfig(name="users", num_embeddings=10, embedding_dim=4),
-        TableConfig(name="goods", num_embeddings=10, embedding_dim=8),
-        TableConfig(name="pages", num_embeddings=10, embedding_dim=8),
+        TableConfig(name=name, num_embeddings=10, embedding_dim=dim)
+        for name, dim in (("users", 4), ("goods", 8), ("pages", 8))
     ]
     ids = JaggedIds.from_one_hot(["users", "goods", "pages"], torch.arange(8, -1, -1).view(3, 3))
-    torch.set_num_threads(num_threads)
     module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
     pooled = module(ids).values()
     gradient = torch.ones_like(pooled)
@@ -100,23 +96,20 @@ def test_the_first_row_is_named_however_many_threads_there_are(num_threads):
         pooled.backward(gradient)
 
 
-def test_finite_gradients_whose_total_overflows_are_taken():
-    module = bag(SGD(lr=1e-38))
+@pytest.mark.parametrize(
+    ("optimizer", "number"),
+    [(SGD(lr=1e-38), 3e38), (RowWiseAdagrad(lr=0.1), 1e30)],
+    ids=["total", "squares"],
+)
+def test_finite_gradients_whose_total_or_squares_overflow_are_taken(optimizer, number):
+    module = bag(optimizer)
+    before = module.weight.detach().clone()
 
-    module(torch.tensor([[0], [1]])).backward(torch.full((2, 4), 3e38))
+    module(torch.tensor([[0], [1]])).backward(torch.full((2, 4), number))
 
     assert module.weight.isfinite().all()
-    assert (module.weight != bag(SGD(lr=1e-38)).weight)[:2].all()
-
-
-def test_finite_gradients_whose_squares_overflow_are_taken():
-    module = bag(RowWiseAdagrad(lr=0.1))
-
-    module(torch.tensor([[0]])).backward(torch.full((1, 4), 1e30))
-
-    state = module.row_optimizer.state_dict()["state"]["weight"]
-    assert torch.isinf(next(value for value in state.values() if torch.is_tensor(value))[0])
-    assert torch.equal(module.weight, bag(SGD(lr=0.1)).weight)  # a step over inf is 0
+    # A step over the root of inf is 0.
+    assert (module.weight != before)[:2].all() == isinstance(optimizer, SGD)
 
 
 def test_an_accelerated_models_dense_part_is_not_updated_either():

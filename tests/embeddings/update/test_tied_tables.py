@@ -7,12 +7,22 @@ from torch import nn
 import recsys
 from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
 
-INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
+IDS, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
+COUNTS = torch.bincount(IDS, minlength=5).unsqueeze(1)
 
 
-def bag(**options):
+def tied_bags(count=2):
     torch.manual_seed(0)
-    return nn.EmbeddingBag(5, 4, **({"mode": "sum", "sparse": True} | options))
+    bags = [nn.EmbeddingBag(5, 4, mode="sum", sparse=True) for _ in range(count)]
+    bags[1].weight = bags[0].weight
+    return nn.ModuleList(bags)
+
+
+def step_of(module):
+    """What a step of a sum subtracts."""
+    before = module.weight.detach().clone()
+    module(IDS, OFFSETS).sum().backward()
+    return before - module.weight.detach()
 
 
 SECONDS = {
@@ -20,77 +30,56 @@ SECONDS = {
     "from_torch without an optimizer": HotColdEmbeddingBag.from_torch,
     "accelerate": lambda bag: recsys.accelerate(nn.ModuleList([bag]), optimizer=SGD(lr=0.1)),
     "accelerate by torch's": lambda bag: recsys.accelerate(
-        nn.ModuleList([bag]),
-        optimizer=torch.optim.SGD(bag.parameters(), lr=0.1),
-        always=True,
+        nn.ModuleList([bag]), optimizer=torch.optim.SGD(bag.parameters(), lr=0.1), always=True
     ),
 }
 
 
 @pytest.mark.parametrize("second", SECONDS.values(), ids=SECONDS)
-def test_a_second_optimizer_is_refused_and_the_first_goes_on(second):
-    left, right = bag(), bag()
-    right.weight = left.weight
+def test_a_second_optimizer_is_refused_until_the_first_module_is_gone(second):
+    left, right = tied_bags()
     first = HotColdEmbeddingBag.from_torch(left, optimizer=Adagrad(lr=0.1))
 
     with pytest.raises(ValueError, match="already updated by another recsys optimizer"):
         second(right)
 
-    before = first.weight.detach().clone()
-    first(INDICES, OFFSETS).sum().backward()
-    expected = before - 0.1 * (torch.bincount(INDICES, minlength=5) > 0).unsqueeze(1)
-    torch.testing.assert_close(first.weight.detach(), expected)
-
-
-def test_a_table_is_free_again_when_the_first_module_is_gone():
-    left, right = bag(), bag()
-    right.weight = left.weight
-    first = HotColdEmbeddingBag.from_torch(left, optimizer=Adagrad(lr=0.1))
+    torch.testing.assert_close(step_of(first), 0.1 * (COUNTS > 0).expand(5, 4))
     del first
-
-    second = HotColdEmbeddingBag.from_torch(right, optimizer=SGD(lr=0.5))
-
-    before = second.weight.detach().clone()
-    second(INDICES, OFFSETS).sum().backward()
-    expected = before - 0.5 * torch.bincount(INDICES, minlength=5).unsqueeze(1)
-    assert second.weight is left.weight
-    torch.testing.assert_close(second.weight.detach(), expected)
+    again = HotColdEmbeddingBag.from_torch(right, optimizer=SGD(lr=0.5))
+    assert again.weight is left.weight
+    torch.testing.assert_close(step_of(again), (0.5 * COUNTS).expand(5, 4))
 
 
 @pytest.mark.parametrize("poolings", [("SUM", "SUM"), ("SUM", "MEAN")])
 @pytest.mark.parametrize("optimizer", [None, Adagrad(lr=0.1)], ids=["torch's", "ours"])
 def test_two_tables_of_a_torchrec_collection_may_be_one(optimizer, poolings):
     torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
-
-    def build():
+    made = []
+    for _ in range(2):
         torch.manual_seed(0)
-        collection = torchrec.EmbeddingBagCollection(
-            [
-                torchrec.EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=5,
-                    embedding_dim=4,
-                    feature_names=[f"f_{name}"],
-                    pooling=torchrec.PoolingType[pooling],
-                )
-                for name, pooling in zip("ab", poolings, strict=True)
-            ]
-        )
-        bags = collection.embedding_bags
-        bags["b"].weight = bags["a"].weight
-        return collection
-
-    plain = build()
-    ours = HotColdEmbeddingBagCollection.from_torchrec(build(), optimizer=optimizer)
+        configs = [
+            torchrec.EmbeddingBagConfig(
+                name=name,
+                num_embeddings=5,
+                embedding_dim=4,
+                feature_names=[f"f_{name}"],
+                pooling=torchrec.PoolingType[pooling],
+            )
+            for name, pooling in zip("ab", poolings, strict=True)
+        ]
+        made.append(torchrec.EmbeddingBagCollection(configs))
+        made[-1].embedding_bags["b"].weight = made[-1].embedding_bags["a"].weight
+    plain = made[0]
+    ours = HotColdEmbeddingBagCollection.from_torchrec(made[1], optimizer=optimizer)
     features = torchrec.KeyedJaggedTensor.from_lengths_sync(
         ["f_a", "f_b"], torch.tensor([1, 2, 2, 3, 2]), torch.tensor([2, 1, 0, 2])
     )
     mine = ours.row_optimizer or torch.optim.Adagrad(ours.parameters(), lr=0.1)
     theirs = torch.optim.Adagrad(plain.parameters(), lr=0.1)
-    for each, its_optimizer in ((plain, theirs), (ours, mine)):
+    for module, its_optimizer in ((plain, theirs), (ours, mine)):
         for _ in range(3):
             its_optimizer.zero_grad()
-            each(features).values().square().sum().backward()
+            module(features).values().square().sum().backward()
             its_optimizer.step()
 
     [weight], [expected] = ours.parameters(), plain.parameters()
@@ -100,16 +89,14 @@ def test_two_tables_of_a_torchrec_collection_may_be_one(optimizer, poolings):
         assert list(mine.state_dict()["state"]) == ["embedding_bags.a.weight"]
 
 
-@pytest.mark.parametrize("budget", [None, 8192])
+@pytest.mark.filterwarnings("ignore:tables .* used in cold memory")
+@pytest.mark.parametrize("budget", [None, 150])
 def test_a_tied_bag_that_gets_a_table_of_its_own_is_refused_at_its_next_lookup(budget):
-    model = nn.ModuleList(nn.EmbeddingBag(500, 4, mode="sum", sparse=True) for _ in range(2))
-    model.append(nn.EmbeddingBag(500, 4, mode="sum", sparse=True))
-    model[1].weight = model[0].weight
-    nn.init.constant_(model[2].weight, 9.0)
+    model = tied_bags(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     recsys.accelerate(model, optimizer=optimizer, budget=budget, always=True)
-    for each in model:  # all is known by now
-        each(INDICES, OFFSETS).sum().backward()
+    for module in model:  # all is known by now
+        module(IDS, OFFSETS).sum().backward()
     before, shared = model[2].weight.detach().clone(), model[0].weight
 
     model[1].weight = nn.Parameter(torch.ones(700, 4))
@@ -120,9 +107,8 @@ def test_a_tied_bag_that_gets_a_table_of_its_own_is_refused_at_its_next_lookup(b
             pytest.raises(ValueError, match="its Parameter was replaced"),
         ):
             model[1](torch.tensor([600]), OFFSETS[:1])
-    model[0](INDICES, OFFSETS)  # it has the table still
+    model[0](IDS, OFFSETS)  # it has the table still
     model[1].weight = shared
-    assert torch.equal(model[2].weight, before)
-    model[1](INDICES, OFFSETS)
+    model[1](IDS, OFFSETS)
     optimizer.step()
     assert not torch.equal(model[2].weight, before)

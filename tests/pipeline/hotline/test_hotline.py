@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-from collections import namedtuple
 from dataclasses import dataclass, make_dataclass
 
 import numpy as np
@@ -11,20 +10,11 @@ import torch
 from torch import nn
 
 from recsys.batch import JaggedIds
-from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingBag
-from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
-from recsys.errors import TiersFailed
-from recsys.pipeline import Hotline, Sequential, TrainPipeline
-
-MiniBatch = namedtuple("MiniBatch", "ids labels")
-
-
-def make_batch(sizes, seed, share):
-    generator = torch.Generator().manual_seed(seed)
-    ids = [
-        torch.randint(0, max(1, int(size * share)), (6, 3), generator=generator) for size in sizes
-    ]
-    return MiniBatch(ids, torch.rand(6, generator=generator, dtype=torch.float64))
+from recsys.embeddings import SGD, HotColdEmbeddingBag
+from recsys.pipeline import Hotline, TrainPipeline
+from tests.budget import floor_bytes, slot_bytes
+from tests.pipeline import small
+from tests.unit.transfers import before_transfers
 
 
 @dataclass
@@ -44,18 +34,15 @@ def in_turn(tables, rows_of_samples):
 
 
 @pytest.fixture
-def tiered(small, monkeypatch):
-    def build(before_fetch=None, optimizer=None, num_slots=40, **options):
+def tiered(monkeypatch):
+    def build(before_fetch=None, num_slots=40):
         tables = small.make_tables([300, 200], [4, 4])
-        optimizer = optimizer or SGD(lr=0.1)
-        of_slot = slot_bytes(4, torch.float32, optimizer.state_sizes(4))
-        budget = floor_bytes(500, [(num_slots, of_slot)])
-        model = small.Model(tables, optimizer, budget=budget, **options)
+        budget = floor_bytes(500, [(num_slots, slot_bytes(4, torch.float32, {}))])
+        model = small.Model(tables, SGD(lr=0.1), budget=budget)
         [fetcher] = [group.fetcher for group in model.embeddings.groups()]
         if before_fetch is not None:
-            small.watch_fetches(monkeypatch, before_fetch)
-        dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-        return tables, model, dense, fetcher
+            before_transfers(monkeypatch, lambda _, fetches: fetches and before_fetch())
+        return tables, model, small.dense_optimizer(model), fetcher
 
     return build
 
@@ -112,50 +99,7 @@ def test_parts_have_few_sizes_and_popular_samples_left_over_go_with_the_others(t
     assert pipeline.popular_split.num_popular == 35
 
 
-@pytest.mark.parametrize("auto_apply", [True, False])
-def test_a_mini_batch_of_one_kind_of_samples_is_as_without_a_split_to_the_last_bit(
-    small, tiered, auto_apply
-):
-    runs = []
-    for schedule in (Sequential(), Hotline(learning_steps=3)):
-        tables, model, dense, _ = tiered(optimizer=Adagrad(lr=0.1), auto_apply=auto_apply)
-        new, old = in_turn(tables, [0, 1, 2, 3]), in_turn(tables, [3, 2, 1, 1])
-        pipeline = TrainPipeline(model, dense, schedule=schedule)
-        runs.append((model, small.run(pipeline, iter([new, new, new, old, old]))))
-
-    assert pipeline.popular_split.num_split == 0
-    assert pipeline.popular_split.num_popular == 8
-    assert runs[0][1] == runs[1][1]
-    small.require_equal(runs[0][0], runs[1][0])
-
-
-def test_a_split_step_is_the_whole_one_within_rounding(tiered):
-    """From the same rows; bound: rtol 1e-5, atol 1e-7."""
-    tables, model, dense, _ = tiered(optimizer=Adagrad(lr=0.02), num_slots=60)
-    _, plain, plain_dense, _ = tiered(optimizer=Adagrad(lr=0.02), num_slots=60)
-    generator = torch.Generator().manual_seed(3)
-    batches = [
-        sparse_batch(
-            tables, torch.randint(0, 12 if number < 3 else 18, (2, 16), generator=generator)
-        )
-        for number in range(6)
-    ]
-    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=3))
-    whole = TrainPipeline(plain, plain_dense, schedule=Sequential())
-    iterators = iter(batches), iter(batches)
-    for _ in range(3):  # the learning, to the last bit
-        assert torch.equal(pipeline.progress(iterators[0])[0], whole.progress(iterators[1])[0])
-
-    loss, predictions = pipeline.progress(iterators[0])
-    expected_loss, expected = whole.progress(iterators[1])
-
-    assert pipeline.popular_split.num_split == 1
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(predictions, expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-7)
-
-
-def test_rows_used_most_stay_in_fast_memory_until_others_are(small, tiered):
+def test_rows_used_most_stay_in_fast_memory_until_others_are(tiered):
     tables, model, dense, fetcher = tiered(num_slots=40)
     pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=4, pinned_share=0.5))
     popular, seldom = [0, 1, 2, 3], iter(range(100, 300))
@@ -181,7 +125,7 @@ def test_rows_used_most_stay_in_fast_memory_until_others_are(small, tiered):
     assert not are_here(0)
 
 
-def test_a_resumed_split_continues_with_its_counters_and_popular_rows(small, tiered):
+def test_a_resumed_split_continues_with_its_counters_and_popular_rows(tiered):
     def batches(first, last):
         return [in_turn(tables, [0, 1, 2, 100 + number]) for number in range(first, last)]
 
@@ -207,30 +151,6 @@ def test_a_resumed_split_continues_with_its_counters_and_popular_rows(small, tie
     assert resumed.popular_split.num_steps == 14
     assert resumed.popular_split.num_split >= num_split + 3  # all but the first, which fetches all
     assert others_fetcher.counts.lookups == fetcher.counts.lookups * 14 // 10
-
-
-def test_a_row_that_does_not_come_fails_the_step_and_every_later_use(small, tiered):
-    failures = []
-
-    def fail():
-        if failures:
-            raise failures.pop()
-
-    tables, model, dense, _ = tiered(fail)
-    first, second = in_turn(tables, [0, 1, 2, 3]), in_turn(tables, [2, 50, 0, 1])
-    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=3))
-    small.run(pipeline, iter([first]))
-    before = model.layer.weight.clone()
-    failures.append(OSError("the disk is gone"))
-
-    for batch in (second, first):
-        with pytest.raises(TiersFailed) as raised:
-            pipeline.progress(iter([batch]))
-        assert str(raised.value.__cause__) == "the disk is gone"
-
-    assert torch.equal(model.layer.weight, before)
-    with pytest.raises(TiersFailed, match="load a checkpoint"):
-        model.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -260,17 +180,16 @@ def test_lookups_of_different_numbers_of_bags_stay_whole_and_a_warning_says_so()
                 300, 4, mode="sum", optimizer=SGD(lr=0.02), budget=4500
             )
 
-        def forward(self, batch):
-            liked, others = self.items(batch.ids[0]), self.items(batch.ids[1].reshape(-1, 1))
-            scores = (liked.unsqueeze(1) * others.view(len(liked), -1, 4)).sum((1, 2))
-            return scores.mean(), scores.detach()
+        def forward(self, ids):
+            liked, others = self.items(ids), self.items(ids.reshape(-1, 1))
+            return (liked.sum() + others.sum()), liked.detach()
 
-    batches = [make_batch((300, 300), seed, 0.3) for seed in range(8)]
+    batches = torch.arange(6 * 3).view(6, 3).expand(8, 6, 3)
     pipeline = TrainPipeline(
         Ranker(),
         None,
         schedule=Hotline(learning_steps=3),
-        ids=lambda batch: {"items": [batch.ids[0], batch.ids[1].reshape(-1, 1)]},
+        ids=lambda ids: {"items": [ids, ids.reshape(-1, 1)]},
     )
 
     with pytest.warns(UserWarning, match=r"splits no .* numbers of bags, got \[6, 18\]") as caught:
@@ -279,7 +198,7 @@ def test_lookups_of_different_numbers_of_bags_stay_whole_and_a_warning_says_so()
     assert pipeline.popular_split.num_split == 0
 
 
-def test_what_cannot_be_split_is_told_in_the_first_step(small, tiered):
+def test_what_cannot_be_split_is_told_in_the_first_step(tiered):
     tables, model, dense, _ = tiered()
     batch = in_turn(tables, [0, 1, 2, 3])
     batch.weights = {1, 2}

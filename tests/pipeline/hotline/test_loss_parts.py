@@ -89,7 +89,7 @@ def test_a_loss_that_is_a_mean_or_a_sum_over_samples_is_that_of_the_whole(reduce
     ],
     ids=["root of a mean", "sum and a penalty", "over the root of B"],
 )
-def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused_with_its_values(small, reduce):
+def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused_with_its_values(reduce):
     batches = halves()
     model = Summed(reduce, budget=4000)
     dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
@@ -129,38 +129,28 @@ def test_a_loss_that_tells_nothing_leaves_its_mini_batch_whole_and_the_next_is_m
 
 
 @pytest.mark.filterwarnings("ignore:schedule=Hotline")
-@pytest.mark.parametrize("is_functional", [False, True])
-def test_measuring_the_loss_draws_no_random_number_and_leaves_every_mode(is_functional):
+def test_measuring_the_loss_draws_no_random_number_and_leaves_every_mode():
     def reduce(losses, model):
-        if is_functional and not model.training:
+        if not model.training:
             torch.rand(7)
         return losses.mean()
 
-    batches = halves(4)
     model = Summed(reduce, budget=4000, dropout=0.5)
     model.layer.eval()  # frozen by its owner
     pipeline = TrainPipeline(model, None, schedule=HALVES, ids=ids_of)
-    iterator = iter(batches)
+    iterator = iter(halves(4))
     for _ in range(3):
         pipeline.progress(iterator)
     model.seen.clear()
+    model.dropout.p = 0.0
     before = torch.random.get_rng_state()
 
-    class Watch(nn.Module):
-        """Notes the random state at which training goes on."""
-
-        def forward(self, pooled):
-            self.state = torch.random.get_rng_state() if self.training else None
-            states.append(self.state)
-            return pooled
-
-    states = []
-    model.dropout = Watch()
     pipeline.progress(iterator)
 
     assert [is_training for is_training, *_ in model.seen] == [False] * 3 + [True] * 2
-    assert states[:3] == [None] * 3
-    assert torch.equal(states[3], before)
+    for is_training, _, state in model.seen[3:]:
+        assert is_training
+        assert torch.equal(state, before)
     assert model.training
     assert model.dropout.training
     assert not model.layer.training

@@ -1,7 +1,7 @@
 """What is left out depends on no schedule, tier or depth; a resumed run is the same run."""
 
+import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +15,11 @@ from recsys.pipeline import (
     Observe,
     RandomDrop,
     Sequential,
-    Subsample,
 )
-from recsys.pipeline.skip.refill import RawBatch
-from recsys.pipeline.skip.skipping import choose_stale
+from tests.pipeline.skip import clicks
+from tests.pipeline.skip.clicks import POLICIES, Run, options_of, require_equal
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:schedule=.*room for"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:schedule=.*room for")
 
 
 # Resident tables have only one schedule that takes effect.
@@ -44,62 +41,58 @@ RUNS = [
         ("observe", RUNS[2:3]),
     ],
 )
-def test_every_schedule_and_tier_gives_equal_results(skips, name, runs, tmp_path):
-    policy = skips.POLICIES[name]
-    expected = skips.Run(Sequential(), policy).train(num_epochs=2)
+def test_every_schedule_and_tier_gives_equal_results(name, runs, tmp_path):
+    policy = POLICIES[name]
+    expected = Run(Sequential(), policy).train(num_epochs=2)
 
     for tier, schedule in runs:
-        options = skips.options_of(tier, tmp_path / "rows")
-        run = skips.Run(schedule, policy, options).train(num_epochs=2)
-        skips.require_equal(expected, run)
+        options = options_of(tier, tmp_path / "rows")
+        run = Run(schedule, policy, options).train(num_epochs=2)
+        require_equal(expected, run)
         assert run.pipeline.skipping.report() == expected.pipeline.skipping.report()
 
     skipping = expected.pipeline.skipping
     assert skipping.num_seen == 2 * len(expected.loader.source.splits["train"])
     assert (skipping.num_skipped > 0) == (not isinstance(policy, Observe | FreezeRows))
     if isinstance(policy, Observe):
-        skips.require_equal(skips.Run(Sequential(), None).train(num_epochs=2), expected)
+        require_equal(Run(Sequential(), None).train(num_epochs=2), expected)
 
 
 @pytest.mark.parametrize("name", ["drop_input", "importance"])
-def test_hotline_leaves_out_the_same_samples_when_it_splits(skips, name):
-    policy = skips.POLICIES[name]
-    expected = skips.Run(Sequential(), policy).train(num_epochs=1)
+def test_hotline_leaves_out_the_same_samples_when_it_splits(name):
+    expected = Run(Sequential(), POLICIES[name]).train()
 
-    options = skips.options_of("host", None)
-    run = skips.Run(Hotline(learning_steps=5), policy, options).train(num_epochs=1)
+    run = Run(Hotline(learning_steps=5), POLICIES[name], options_of("host", None)).train()
 
     assert run.pipeline.popular_split.num_split > 0
     assert run.losses == pytest.approx(expected.losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["freeze_rows guarded", "subsample", "importance guarded"])
-def test_a_run_resumed_anywhere_is_the_same_run(skips, name):
-    policy, schedule = skips.POLICIES[name], LookAhead(3)
-    options = skips.options_of("host", None)
-    expected = skips.Run(schedule, policy, options).train(num_epochs=2)
+def test_a_run_resumed_anywhere_is_the_same_run(name):
+    policy, schedule = POLICIES[name], LookAhead(3)
+    options = options_of("host", None)
+    expected = Run(schedule, policy, options).train(num_epochs=2)
     num_steps = len(expected.losses)
 
-    run = skips.Run(schedule, policy, options)
+    run = Run(schedule, policy, options)
     # Windows end after 33, 66 and 99 steps, and hold from 65, 98 and 131 on; versions of
     # importance are made after 16, 32, ... steps, and hold from 48, 64, ... on.
     stops = (1, 2, 16, 17, 33, 34, *range(46, 50), *range(63, 68), *range(97, 100))
     for stop in (*stops, *range(129, 134), num_steps - 1):
         run.train(stop, num_epochs=2)
         state = run.state()
-        losses, run = run.losses, skips.Run(schedule, policy, options).load(state)
+        losses, run = run.losses, Run(schedule, policy, options).load(state)
         run.losses = losses
     run.train(num_epochs=2)
 
-    skips.require_equal(expected, run)
+    require_equal(expected, run)
     assert run.pipeline.skipping.position == expected.pipeline.skipping.position
     assert run.pipeline.skipping.report() == expected.pipeline.skipping.report()
 
 
-def test_random_drop_leaves_out_its_share_and_repeats_nothing(skips):
-    run = skips.Run(Sequential(), RandomDrop(share=0.25))
-
-    run.train(num_epochs=1)
+def test_random_drop_leaves_out_its_share_and_repeats_nothing():
+    run = Run(Sequential(), RandomDrop(share=0.25)).train()
 
     skipping = run.pipeline.skipping
     assert skipping.num_seen == 1600
@@ -109,48 +102,52 @@ def test_random_drop_leaves_out_its_share_and_repeats_nothing(skips):
     assert len(run.losses) == -(-(skipping.num_seen - skipping.num_skipped) // 16)
 
 
-def test_subsample_is_unbiased(skips):
-    """The mean gradient over many draws lies within the standard error of the full gradient."""
-    generator = torch.Generator().manual_seed(0)
-    features = torch.rand(64, 5, generator=generator)
-    labels = (torch.rand(64, generator=generator) < 0.3).float()
-    is_stale = torch.rand(64, generator=generator) < 0.6
-    layer = torch.nn.Linear(5, 1)
-
-    def gradient(samples, weights):
-        layer.zero_grad()
-        losses = torch.nn.functional.binary_cross_entropy_with_logits(
-            layer(features[samples]).squeeze(1), labels[samples], weights, reduction="sum"
-        )
-        losses.backward()
-        return torch.cat([layer.weight.grad.flatten(), layer.bias.grad])
-
-    tracker = SimpleNamespace(
-        use_flags_of=lambda _: None,
-        all_stale=lambda *_: is_stale,
-        add_inputs=lambda *_: None,
-        has_stale_rows=True,
+@pytest.mark.parametrize("name", ["importance", "random_drop weighted"])
+def test_mini_batches_without_refill_count_as_their_raw_ones(name):
+    """They have fewer samples than a whole one on purpose."""
+    run, whole, half = (
+        Run(Sequential(), POLICIES[name], whole=size).train() for size in (None, 16, 32)
     )
-    inputs = SimpleNamespace(parts=lambda *_: [])
-    draws = []
-    for seed in range(2000):
-        policy = Subsample(0.2, 0.3, skips.STALENESS, None, seed)
-        raw = RawBatch(None, 64, 0, 1000 * seed, 0, 0)
-        chosen = choose_stale(policy, inputs, tracker, lambda _: 1.0, "skip=test", raw)
-        draws.append(gradient(torch.from_numpy(chosen.samples), torch.from_numpy(chosen.weights)))
-    draws = torch.stack(draws)
 
-    error = draws.std(0) / len(draws) ** 0.5
-    full = gradient(torch.arange(64), None)
-    assert bool(((draws.mean(0) - full).abs() < 3 * error).all())
-    dropped = gradient((~is_stale).nonzero().flatten(), None)
-    assert bool(((dropped - full).abs() > 3 * error).any())
+    require_equal(run, whole)
+    assert half.losses[0] == run.losses[0]
+    assert half.losses != run.losses
 
 
-def test_a_failed_step_is_a_step_of_the_tracker(skips):
+def test_a_raw_mini_batch_of_which_nothing_is_kept_makes_no_step():
+    """With two samples each, both are left out at times."""
+    policy = RandomDrop(0.6, weighted=True, refill=False)
+    run = Run(LookAhead(3), policy, options_of("host", None), batch_size=2).train()
+    position = run.pipeline.skipping.position
+
+    assert (position.num_seen, position.num_raw, position.offset) == (1600, 800, 0)
+    assert 0.75 < len(run.losses) / 800 < 0.85
+    assert position.num_batches == len(run.losses)
+    assert abs(run.pipeline.skipping.num_skipped / 1600 - 0.6) < 0.04
+
+
+@pytest.mark.parametrize("name", ["random_drop", "drop_input", "importance"])
+def test_an_epoch_left_early_or_evaluated_between_continues_with_the_next_sample(name):
+    options = options_of("host", None)
+    expected = Run(LookAhead(2), POLICIES[name], options).train()
+    run = Run(LookAhead(2), POLICIES[name], options)
+    test = BatchLoader(clicks.Clicks(), "test", 100, shuffle=False)
+
+    for stop in (1, 5, 40, 41, 66, 67):
+        run.train(stop)  # closes its iterator
+        run.model.eval()
+        with torch.no_grad():
+            sizes = [len(output[1]) for _, output in run.pipeline.steps(test)]
+        run.model.train()
+        assert sum(sizes) == 1600  # nothing is left out
+    run.train()
+
+    require_equal(expected, run)
+
+
+def test_a_failed_step_is_a_step_of_the_tracker():
     """The window ends although its last step failed."""
-    run = skips.Run(LookAhead(2), skips.POLICIES["drop_input"], skips.options_of("host", None))
-    run.train(32)
+    run = Run(LookAhead(2), POLICIES["drop_input"], options_of("host", None)).train(32)
     whole, run.pipeline._forward = run.pipeline._forward, None
     with pytest.raises(TypeError):
         run.train(33)
@@ -162,32 +159,42 @@ def test_a_failed_step_is_a_step_of_the_tracker(skips):
     assert skipping.tracker.num_steps == skipping.position.num_batches
 
 
-def test_evaluation_between_steps_is_not_filtered(skips):
-    policy = skips.POLICIES["drop_input"]
-    expected = skips.Run(LookAhead(2), policy, skips.options_of("host", None)).train()
-    run = skips.Run(LookAhead(2), policy, skips.options_of("host", None))
-    test = BatchLoader(skips.Clicks(), "test", 100, shuffle=False)
+@pytest.mark.parametrize("name", ["observe", "freeze_rows"])
+def test_two_iterators_in_turn_count_every_step_and_sample(name):
+    run = Run(Sequential(), POLICIES[name])
+    other = BatchLoader(clicks.Clicks(seed=5), "train", 16, shuffle=False)
+    iterators = [iter(run.loader), iter(other)]
 
-    for stop in (10, 70, 71):
-        run.train(stop)
-        run.model.eval()
-        with torch.no_grad():
-            sizes = [len(output[1]) for _, output in run.pipeline.steps(test)]
-        run.model.train()
-        assert sum(sizes) == 1600
-    run.train()
+    for step in range(70):
+        run.pipeline.progress(iterators[step % 2])
 
-    skips.require_equal(expected, run)
+    skipping = run.pipeline.skipping
+    assert skipping.position.num_batches == skipping.tracker.num_steps == 70
+    assert skipping.num_seen == skipping.position.num_kept == 70 * 16
+    assert run.loader.state_dict()["next_sample"] == 35 * 16
 
 
-@pytest.mark.parametrize("name", ["random_drop", "drop_input", "importance"])
-def test_an_epoch_left_early_continues_with_the_next_sample(skips, name):
-    policy = skips.POLICIES[name]
-    expected = skips.Run(LookAhead(2), policy, skips.options_of("host", None)).train()
-    run = skips.Run(LookAhead(2), policy, skips.options_of("host", None))
+@pytest.mark.parametrize(
+    ("earlier", "name"),
+    [
+        ("drop_input guarded", "drop_input guarded"),
+        ("random_drop", "drop_input guarded"),
+        (None, "subsample"),
+        ("random_drop", "observe"),
+    ],
+)
+def test_a_state_loaded_after_training_equals_one_loaded_in_a_new_run(earlier, name):
+    state = Run(Sequential(), earlier and POLICIES[earlier]).train(20).state()
+    run = Run(Sequential(), POLICIES[name]).train(90)
+    run.pipeline.skipping.tracker.share = 0.01  # as a guard lowers it
 
-    for stop in (1, 5, 40, 41, 66, 67):
-        run.train(stop)  # closes its iterator
-    run.train()
+    run.load(copy.deepcopy(state))
+    fresh = Run(Sequential(), POLICIES[name]).load(state)
 
-    skips.require_equal(expected, run)
+    found, expected = run.pipeline.skipping, fresh.pipeline.skipping
+    assert found.report() == expected.report()
+    assert found.position == expected.position
+    assert found.tracker.share == expected.tracker.share
+    run.losses = []
+    require_equal(fresh.train(80), run.train(80))
+    assert found.report() == expected.report()

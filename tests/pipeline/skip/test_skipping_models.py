@@ -14,10 +14,9 @@ from recsys.pipeline import (
     Sequential,
     TrainPipeline,
 )
+from tests.pipeline.skip import clicks
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:schedule=.*room for"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:schedule=.*room for")
 
 
 class Bags(torch.nn.Module):
@@ -54,7 +53,7 @@ def tuples(num_batches=150, seed=0):
         yield rows, history, (torch.rand(16, generator=generator) < 0.3).float()
 
 
-def test_an_accelerated_model_with_bags_trains_on_plain_iterators_of_tuples(skips):
+def test_an_accelerated_model_with_bags_trains_on_plain_iterators_of_tuples():
     results = []
     for schedule in (Sequential(), LookAhead(4)):
         model = Bags()
@@ -64,7 +63,7 @@ def test_an_accelerated_model_with_bags_trains_on_plain_iterators_of_tuples(skip
             torch.optim.SGD(model.layer.parameters(), lr=0.1),
             schedule=schedule,
             ids=inputs_of,
-            skip=skips.POLICIES["drop_input guarded"],
+            skip=clicks.POLICIES["drop_input guarded"],
         )
         losses = [loss.item() for loss, _ in pipeline.steps(tuples())]
         results.append((losses, pipeline.skipping.position, model.first.weight.clone()))
@@ -80,15 +79,15 @@ def test_an_accelerated_model_with_bags_trains_on_plain_iterators_of_tuples(skip
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["drop_input", "freeze_rows", "subsample", "importance"])
-def test_a_device_leaves_out_the_same_samples_at_any_depth(skips, name):
+def test_a_device_leaves_out_the_same_samples_at_any_depth(name):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     device = torch.device("cuda", 0)
-    policies = skips.POLICIES | {"importance": Importance(0.3, warm_up=0, bits=10, guard=None)}
+    policies = clicks.POLICIES | {"importance": Importance(0.3, warm_up=0, bits=10, guard=None)}
     runs = []
     for schedule in (Sequential(), LookAhead(3)):
-        model = skips.Model(**skips.options_of("host", None), device=device).to(device)
-        runs.append(skips.Run(schedule, policies[name], model=model, device=device).train())
+        model = clicks.Model(**clicks.options_of("host", None), device=device).to(device)
+        runs.append(clicks.Run(schedule, policies[name], model=model, device=device).train())
 
     # Floats on CUDA are added in any order, so what is left out may differ a little.
     positions = [run.pipeline.skipping.position for run in runs]
@@ -97,23 +96,23 @@ def test_a_device_leaves_out_the_same_samples_at_any_depth(skips, name):
     assert positions[0].num_kept < 1600 or report["num_lookups_left_out"]
 
 
-def test_a_model_whose_ids_are_unknown_is_refused(skips):
+def test_a_model_whose_ids_are_unknown_is_refused():
     model = Bags()
     recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
-    pipeline = TrainPipeline(model, None, skip=skips.POLICIES["drop_input"])
+    pipeline = TrainPipeline(model, None, skip=clicks.POLICIES["drop_input"])
 
     with pytest.raises(ValueError, match=r"not known which ids 'first' and 2 more .*give.*ids=fn"):
         pipeline.progress(tuples())
 
 
-def test_a_module_without_a_bag_for_each_sample_is_refused(skips):
+def test_a_module_without_a_bag_for_each_sample_is_refused():
     model = Bags()
     recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
 
     def twice(batch):
         return inputs_of(batch) | {"first": batch[0].flatten().unsqueeze(1)}
 
-    pipeline = TrainPipeline(model, None, ids=twice, skip=skips.POLICIES["drop_input"])
+    pipeline = TrainPipeline(model, None, ids=twice, skip=clicks.POLICIES["drop_input"])
     with pytest.raises(ValueError, match=r"'first' looks up 32 bags for a mini-batch of 16"):
         pipeline.progress(tuples())
 
@@ -131,7 +130,7 @@ class TorchRecBatch:
 
 
 @pytest.mark.parametrize("name", ["random_drop", "drop_input"])
-def test_features_of_torchrec_are_left_out_like_others(skips, name):
+def test_features_of_torchrec_are_left_out_like_others(name):
     pytest.importorskip("torchrec")
 
     def batches(loader):
@@ -139,11 +138,11 @@ def test_features_of_torchrec_are_left_out_like_others(skips, name):
             features = batch.sparse_features.to_torchrec()
             yield TorchRecBatch(batch.dense_features, features, batch.labels)
 
-    policy, options = skips.POLICIES[name], skips.options_of("host", None)
-    expected = skips.Run(LookAhead(2), policy, options).train()
-    run = skips.Run(LookAhead(2), policy, options)
+    policy, options = clicks.POLICIES[name], clicks.options_of("host", None)
+    expected = clicks.Run(LookAhead(2), policy, options).train()
+    run = clicks.Run(LookAhead(2), policy, options)
 
     run.losses = [loss.item() for loss, _ in run.pipeline.steps(batches(run.loader))]
 
-    skips.require_equal(expected, run)
+    clicks.require_equal(expected, run)
     assert run.pipeline.skipping.position == expected.pipeline.skipping.position

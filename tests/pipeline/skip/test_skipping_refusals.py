@@ -1,24 +1,31 @@
-"""What skipping refuses by name, and states of other pipelines."""
+"""What skipping refuses by name."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+import recsys
 from recsys.datasets import BatchLoader
+from recsys.embeddings import RowWiseAdagrad
 from recsys.pipeline import (
     FAE,
+    Guard,
     HotColdLoader,
     LookAhead,
     RandomDrop,
     Sequential,
+    Subsample,
+    TrainPipeline,
 )
+from tests.pipeline.skip.clicks import IMPORTANCE, POLICIES, Clicks, Run, options_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:schedule=.*room for"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:schedule=.*room for")
 
 
-def test_evaluation_on_the_training_iterator_is_refused(skips):
-    run = skips.Run(LookAhead(2), skips.POLICIES["observe"], skips.options_of("host", None))
+def test_evaluation_on_the_training_iterator_is_refused():
+    run = Run(LookAhead(2), POLICIES["observe"], options_of("host", None))
     iterator = iter(run.loader)
     run.pipeline.progress(iterator)
     run.model.eval()
@@ -27,10 +34,9 @@ def test_evaluation_on_the_training_iterator_is_refused(skips):
         run.pipeline.progress(iterator)
 
 
-def test_two_training_iterators_at_once_are_refused(skips):
-    run = skips.Run(LookAhead(2), skips.POLICIES["random_drop"], skips.options_of("host", None))
-    other = BatchLoader(skips.Clicks(), "test", 16, shuffle=False)
-    first, second = iter(run.loader), iter(other)
+def test_two_training_iterators_at_once_are_refused():
+    run = Run(LookAhead(2), POLICIES["random_drop"], options_of("host", None))
+    first, second = iter(run.loader), iter(BatchLoader(Clicks(), "test", 16, shuffle=False))
     run.pipeline.progress(first)
 
     with pytest.raises(ValueError, match="trains on one iterator at a time"):
@@ -40,27 +46,24 @@ def test_two_training_iterators_at_once_are_refused(skips):
     run.pipeline.progress(second)
 
 
-def adaptive_loader(source):
-    return HotColdLoader(source, "train", 16, np.arange(1600) % 3 == 0, FAE())
-
-
-def part_loader(source):
-    return BatchLoader(source, "train", 16, shuffle=False, rank=0, num_ranks=2)
-
-
 @pytest.mark.parametrize("name", ["random_drop", "drop_input", "subsample"])
 @pytest.mark.parametrize(
-    ("make", "named"), [(adaptive_loader, "HotColdLoader"), (part_loader, "several processes")]
+    ("loader", "named"),
+    [
+        (HotColdLoader(Clicks(), "train", 16, np.arange(1600) % 3 == 0, FAE()), "HotColdLoader"),
+        (
+            BatchLoader(Clicks(), "train", 16, shuffle=False, rank=0, num_ranks=2),
+            "several processes",
+        ),
+    ],
 )
-def test_a_loader_whose_mini_batches_cannot_be_refilled_is_refused(skips, name, make, named):
-    run = skips.Run(Sequential(), skips.POLICIES[name])
-
+def test_a_loader_whose_mini_batches_cannot_be_refilled_is_refused(name, loader, named):
     with pytest.raises(ValueError, match=named):
-        run.pipeline.progress(iter(make(skips.Clicks())))
+        Run(Sequential(), POLICIES[name]).pipeline.progress(iter(loader))
 
 
-def test_a_model_without_predictions_is_refused_with_a_guard(skips):
-    run = skips.Run(Sequential(), skips.POLICIES["freeze_rows guarded"])
+def test_a_model_without_predictions_is_refused_with_a_guard():
+    run = Run(Sequential(), POLICIES["freeze_rows guarded"])
     plain = run.pipeline._forward
     run.pipeline._forward = lambda batch: (plain(batch)[0], None)
 
@@ -68,28 +71,37 @@ def test_a_model_without_predictions_is_refused_with_a_guard(skips):
         run.pipeline.progress(iter(run.loader))
 
 
-def test_a_schedule_that_looks_too_far_ahead_is_refused(skips):
+def test_a_schedule_that_looks_too_far_ahead_is_refused():
     with pytest.raises(ValueError, match=r"at most 31 mini-batches ahead, .* got 32"):
-        skips.Run(LookAhead(32), skips.POLICIES["observe"], skips.options_of("host", None))
+        Run(LookAhead(32), POLICIES["observe"], options_of("host", None))
 
 
 @pytest.mark.parametrize("name", ["drop_input", "freeze_rows", "random_drop"])
-def test_training_after_close_is_refused_and_evaluation_is_not(skips, name):
-    run = skips.Run(LookAhead(2), skips.POLICIES[name], skips.options_of("host", None)).train(3)
+def test_training_after_close_is_refused_and_evaluation_is_not(name):
+    run = Run(LookAhead(2), POLICIES[name], options_of("host", None)).train(3)
 
     run.pipeline.skipping.close()
 
     with pytest.raises(ValueError, match=r"skip=\w+\(.*\) was closed; build a new TrainPipeline"):
         run.train(1)
     run.model.eval()
-    run.pipeline.progress(iter(BatchLoader(skips.Clicks(seed=5), "train", 16, shuffle=False)))
+    run.pipeline.progress(iter(BatchLoader(Clicks(seed=5), "train", 16, shuffle=False)))
 
 
-def test_a_state_without_skipping_is_loaded(skips):
-    plain = skips.Run(LookAhead(2), None, skips.options_of("host", None)).train(5)
-    state = plain.state()
+@pytest.mark.parametrize("policy", [IMPORTANCE, RandomDrop(weighted=True), Subsample()])
+def test_a_model_that_ignores_weights_is_refused(policy):
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum", sparse=True))
+    recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
 
-    run = skips.Run(LookAhead(2), RandomDrop(0.2), skips.options_of("host", None)).load(state)
+    with pytest.raises(ValueError, match=r"gives samples weights, but Sequential does not say"):
+        TrainPipeline(model, None, skip=policy)
 
-    assert run.pipeline.skipping.num_seen == 0
-    run.train(8)
+
+@pytest.mark.parametrize("guard", [None, Guard(every=64, steps=12)])
+def test_labels_that_are_not_0_or_1_are_refused(guard):
+    run = Run(Sequential(), replace(IMPORTANCE, guard=guard))
+    batch = next(iter(run.loader))
+    batch.labels[3] = 7.5
+
+    with pytest.raises(ValueError, match=r"labels \(B,\) of 0 and 1, got"):
+        run.pipeline.progress(iter([batch]))

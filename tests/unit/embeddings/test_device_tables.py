@@ -28,7 +28,6 @@ from tests.unit.embeddings.model import TOO_MANY_ROWS, Tables
 pytest.importorskip("triton")
 
 from recsys.embeddings import tables_module
-from recsys.embeddings.rows import device_tables
 from recsys.embeddings.rows.device_tables import DeviceGroup
 from recsys.embeddings.tiers import device_fetch
 
@@ -257,22 +256,6 @@ def test_tables_that_get_a_budget_move_to_the_memory_of_the_host(
     model(IDS.view(4, 2).to(triton_device)).sum().backward()
     assert torch.equal(before - IDS.bincount(minlength=7).view(7, 1), model[0].weight.detach())
     assert pages_of(model[0].weight) is not None
-
-
-def test_a_module_is_on_the_device_that_was_asked_for(monkeypatch):
-    asked = []
-
-    def make(names, tables, device):
-        asked.append(device)
-        return DeviceGroup(names, tables, torch.device("cpu"))
-
-    monkeypatch.setattr(device_tables, "DeviceGroup", make)
-    how = {"optimizer": SGD(lr=1.0), "budget": 7 * 4 + 2 * (16 + 11)}
-    table = TableConfig(name="t", num_embeddings=7, embedding_dim=4)
-    module = HotColdEmbeddingBagCollection([table], device="cuda:1", **how)
-    assert asked == [torch.device("cuda:1")]
-    module.groups()[0].device = torch.device("meta")
-    assert module.device.type == "meta"
 
 
 @pytest.mark.parametrize("is_collection", [False, True])

@@ -1,10 +1,7 @@
 """Tables read and written in blocks, as checkpoints do it, in every tier."""
 
-import mmap
 import os
-import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ import torch
 from torch import nn
 
 import recsys
-from recsys._support.memory import _madvise as advise
 from recsys.batch import JaggedIds
 from recsys.embeddings import (
     SGD,
@@ -223,14 +219,11 @@ def test_a_module_restored_in_another_tier_trains_on_bit_for_bit(kind, tier, oth
         trained.train(seed)
         other.train(seed)
     assert are_equal(read_all(trained.saved), read_all(other.saved))
-    states = [each.optimizer().state_dict()["state"] for each in (trained, other)]
-    assert [
-        {name: float(value) for name, value in each.items() if "step" in name}
-        for each in states[0].values()
-    ] == [
-        {name: float(value) for name, value in each.items() if "step" in name}
-        for each in states[1].values()
-    ]
+    steps = []
+    for each in (trained, other):
+        states = each.optimizer().state_dict()["state"].values()
+        steps.append([float(of_table.get("step", 0)) for of_table in states])
+    assert steps[0] == steps[1]
 
 
 def test_tables_have_their_first_key_in_the_order_of_the_state_dict():
@@ -322,17 +315,6 @@ def test_restoring_drops_gradients_and_claims(tier, tmp_path):
         assert (model(ids) == 2).all()
 
 
-def test_a_table_in_another_place_is_taken():
-    trained = Trained("pooled", "resident", None)
-    saved, weight = trained.saved, trained.model.embedding_bags["t1"].weight
-    saved.track()
-    weight.data = weight.data.clone()
-    assert [len(rows_of(bits)) for bits in saved.take_changed()] == [0, 40, 0, 0]
-    weight.data = torch.zeros(9, DIM)
-    with pytest.raises(RuntimeError, match="number of rows"):
-        saved.take_changed()
-
-
 def test_one_object_records_changes():
     first = Trained("pooled", "resident", None)
     first, second = first.saved, SavedTables(first.model)
@@ -363,24 +345,12 @@ def test_what_does_not_fit_is_refused(tier, tmp_path):
     assert table.state() == {}
 
 
-def mapped_bytes():
-    found = re.findall(r"Rss(?:File|Shmem):\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return sum(map(int, found)) * 1024
-
-
-def test_reading_a_file_takes_no_memory(tmp_path):
+def test_a_file_that_was_cut_off_is_refused(tmp_path):
     bag = HotColdEmbeddingBag(
-        2**19, 32, optimizer=SGD(lr=0.1), budget="4MiB", cold_tier="file", cold_path=tmp_path
+        2**12, 32, optimizer=SGD(lr=0.1), budget="64KiB", cold_tier="file", cold_path=tmp_path
     )
-    [table], weight = SavedTables(bag).tables, bag.weight.detach()
-    sums = [float(part.sum()) for part in weight.split(2**16)]
-    advise(weight.data_ptr(), weight.nbytes, mmap.MADV_DONTNEED)
-    before = mapped_bytes()
-    for part, begin in enumerate(range(0, 2**19, 2**16)):
-        assert float(table.read("weight", begin, begin + 2**16).sum()) == sums[part]
-    assert mapped_bytes() - before < 2**20
-    weight.sum()
-    assert mapped_bytes() - before > weight.nbytes / 2
+    [table] = SavedTables(bag).tables
     os.ftruncate(bag.groups()[0].files._arrays["weight"][1], 100)
+
     with pytest.raises(ColdTierError, match="cut off"):
         table.read("weight", 0, 9)

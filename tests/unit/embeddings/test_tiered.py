@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from recsys.embeddings import SGD, Adagrad, Adam
 from recsys.embeddings.tiers.budget import give_slots
@@ -23,24 +22,17 @@ from recsys.errors import (
     ColdTierError,
     ConflictingWrite,
     MalformedBags,
-    TiersFailed,
 )
 from tests.unit.embeddings.model import TOO_MANY_ROWS, Tables, are_equal
+from tests.unit.transfers import before_transfers
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{TOO_MANY_ROWS}")
 
 
 @pytest.fixture
 def late_transfers(monkeypatch):
-    """Transfers in the background wait, so that whoever does not wait for them loses."""
-    run = Transfer.run
-
-    def run_late(self, *, is_alone):
-        if is_alone:
-            time.sleep(0.03)
-        run(self, is_alone=is_alone)
-
-    monkeypatch.setattr(Transfer, "run", run_late)
+    """Transfers in the background wait."""
+    before_transfers(monkeypatch, lambda is_alone, _: is_alone and time.sleep(0.03))
 
 
 def pair(num_slots=4, formula=SGD(lr=1.0), num_rows=20, device=None):  # noqa: B008
@@ -152,20 +144,6 @@ class TestRaces:
         step(both)  # makes the state, when rows are in slots already
         train(both, 0, 4, 7)
         assert are_same(both)
-
-
-def test_a_failed_transfer_ends_the_tiers_by_name(monkeypatch):
-    both = pair()
-
-    def fail(self, *, is_alone):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(Transfer, "run", fail)
-    claimed = both[1].claim_ahead(ids(both, 1, 2))
-    for _ in range(2):
-        with pytest.raises(TiersFailed) as error:
-            both[1].fetcher.begin(claimed)
-        assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
 def test_another_thread_may_evaluate_while_rows_move():
@@ -394,29 +372,6 @@ def test_files_need_a_folder_and_room(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ColdTierError, match="folder"):
         ColdFiles(tmp_path / "file").make("t", (1, 1), torch.float32)
-
-
-WRITES = {
-    "mul_": lambda weight: weight.mul_(2),
-    "fill_ of a row": lambda weight: weight[3].fill_(7),
-    "copy_": lambda weight: weight.copy_(torch.ones_like(weight)),
-    "data": lambda weight: weight.data.add_(1),
-    "detach": lambda weight: weight.detach().add_(1),
-    "numpy": lambda weight: np.add(weight.detach().numpy(), 1, out=weight.detach().numpy()),
-    "out": lambda weight: torch.add(weight, 1, out=weight),
-    "init": lambda weight: nn.init.constant_(weight, 3),
-}
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_rows_that_are_written_to_are_those_that_are_trained_on(write):
-    both = pair()
-    train(both, 1, 2, 3)
-    with torch.no_grad():
-        for tables in both:
-            write(tables.weights[0])
-    train(both, 1, 3, 5)
-    assert are_same(both)
 
 
 @pytest.mark.usefixtures("late_transfers")

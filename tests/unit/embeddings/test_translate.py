@@ -5,61 +5,12 @@ from torch import nn
 import recsys
 from recsys.embeddings import RowWiseAdagrad
 from recsys.embeddings.update.translate import translate
-from tests.exact.oracle import update_rows
 
 TABLE = [("users", 0)]
 
 
 def weight():
     return nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4))
-
-
-MAKERS = {
-    "sgd": lambda table: torch.optim.SGD([table], lr=0.3),
-    "adagrad": lambda table: torch.optim.Adagrad(
-        [table], lr=0.3, lr_decay=0.5, initial_accumulator_value=0.1, eps=1e-3
-    ),
-    "sparse_adam": lambda table: torch.optim.SparseAdam(
-        [table], lr=0.3, betas=(0.8, 0.9), eps=1e-3
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_formula_does_what_the_optimizer_does_from_its_own_state(name):
-    theirs, ours = weight(), weight()
-    optimizer = MAKERS[name](theirs)
-    translation = translate(optimizer, TABLE)
-    settings = optimizer.param_groups[0]
-    generator = torch.Generator().manual_seed(0)
-    formula = translation.formula(settings)
-    start = settings.get("initial_accumulator_value", 0.0)
-    states = [
-        torch.full((6, size), start, dtype=torch.float64)
-        for size in formula.state_sizes(4).values()
-    ]
-
-    for step in range(1, 6):
-        settings["lr"] = 0.3 / step
-        rows = torch.randint(0, 6, (5,), generator=generator)
-        gradients = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-        theirs.grad = torch.sparse_coo_tensor(rows[None], gradients, (6, 4), check_invariants=True)
-        optimizer.step()
-        moved = type(formula)(
-            **{
-                field: getattr(translation.formula(settings), field)
-                for field in formula.__dataclass_fields__
-                if field != "lr"
-            },
-            lr=translation.learning_rate(settings, step),
-        )
-        with torch.no_grad():
-            update_rows(moved, ours, states, rows, gradients, step)
-
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    kept = optimizer.state[theirs]
-    for state, key in zip(states, formula.state_sizes(4), strict=True):
-        torch.testing.assert_close(state, kept[translation.state_names.get(key, key)])
 
 
 def test_torchrecs_rowwise_adagrad_is_ours():

@@ -39,48 +39,33 @@ def bags_of(features):
     return [values[begin:end] for begin, end in pairwise(bounds)]
 
 
-def test_every_kind_of_mini_batch_is_taken_apart():
+def every_kind():
     dense, labels = torch.arange(6.0).view(3, 2), torch.arange(3)
-    batch = {
+    return {
         "batch": Batch(dense, some_ids(), labels),
         "pair": Pair([labels, (dense,)], None),
         "sheet": Sheet(dense, "criteo"),
     }
 
-    part = select_samples(batch, SAMPLES, 3)
 
-    assert bags_of(part["batch"].sparse_features) == [[], [4], [2], [0]]
-    assert part["batch"].sparse_features.weights_or_none().tolist() == [0, 4, 3]
-    assert part["batch"].dense_features.tolist() == [[4, 5], [0, 1]]
-    assert part["batch"].labels.tolist() == [2, 0]
-    assert isinstance(part["pair"], Pair)
-    assert part["pair"].ids[0].tolist() == [2, 0]
-    assert part["pair"].ids[1][0].tolist() == [[4, 5], [0, 1]]
-    assert part["sheet"].name == "criteo"
-    assert part["sheet"].features.tolist() == [[4, 5], [0, 1]]
+def require(batch, bags, weights, labels, dense):
+    """Require what every kind of mini-batch has."""
+    assert bags_of(batch["batch"].sparse_features) == bags
+    assert batch["batch"].sparse_features.weights_or_none().tolist() == weights
+    assert batch["batch"].labels.tolist() == batch["pair"].ids[0].tolist() == labels
+    assert isinstance(batch["pair"], Pair)
+    for found in (batch["batch"].dense_features, batch["pair"].ids[1][0], batch["sheet"].features):
+        assert found.tolist() == dense
+    assert batch["sheet"].name == "criteo"
 
 
-def test_every_kind_of_mini_batch_is_joined():
-    dense, labels = torch.arange(6.0).view(3, 2), torch.arange(3)
-    batch = {
-        "batch": Batch(dense, some_ids(), labels),
-        "pair": Pair([labels, (dense,)], None),
-        "sheet": Sheet(dense, "criteo"),
-    }
-    parts = [select_samples(batch, samples, 3) for samples in PARTS]
+def test_every_kind_of_mini_batch_is_taken_apart_and_joined():
+    part = select_samples(every_kind(), SAMPLES, 3)
+    whole = concatenate([select_samples(every_kind(), each, 3) for each in PARTS], "skip=test")
 
-    whole = concatenate(parts, "skip=test")
-
-    expected = select_samples(batch, torch.cat(PARTS), 3)
-    assert bags_of(whole["batch"].sparse_features) == bags_of(expected["batch"].sparse_features)
-    weights = whole["batch"].sparse_features.weights_or_none()
-    assert torch.equal(weights, expected["batch"].sparse_features.weights_or_none())
-    assert torch.equal(whole["batch"].dense_features, expected["batch"].dense_features)
-    assert whole["batch"].labels.tolist() == [1, 0, 2]
-    assert isinstance(whole["pair"], Pair)
-    assert whole["pair"].ids[0].tolist() == [1, 0, 2]
-    assert torch.equal(whole["pair"].ids[1][0], expected["pair"].ids[1][0])
-    assert whole["sheet"].name == "criteo"
+    require(part, [[], [4], [2], [0]], [0, 4, 3], [2, 0], [[4, 5], [0, 1]])
+    bags = [[9, 9], [4], [], [], [0], [2]]
+    require(whole, bags, [1, 2, 0, 3, 4], [1, 0, 2], [[2, 3], [0, 1], [4, 5]])
 
 
 def test_features_of_torchrec_are_joined():

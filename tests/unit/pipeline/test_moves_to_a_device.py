@@ -44,29 +44,6 @@ def test_copies_to_a_gpu_begin_in_page_locked_memory(device, is_on_device, done)
     assert batch.done == done
 
 
-class MovedWithName(Pinned):
-    """A subclass whose own `to` keeps what an inherited `pin_memory` may not know of."""
-
-    name = "first"
-
-    def to(self, device, non_blocking=False):
-        return super().to(device, non_blocking)
-
-
-class PinnedWithName(MovedWithName):
-    def pin_memory(self):
-        return super().pin_memory()
-
-
-@pytest.mark.parametrize(("kind", "is_pinned"), [(MovedWithName, False), (PinnedWithName, True)])
-def test_a_pin_memory_that_may_lose_attributes_of_a_subclass_is_not_called(kind, is_pinned):
-    batch = kind(is_on_device=False)
-
-    MiniBatch(batch).move(torch.device("cuda:0"))
-
-    assert ("pinned" in batch.done) == is_pinned
-
-
 @pytest.mark.parametrize("kind", [torch.Tensor, JaggedIds, Batch, nn.Parameter])
 def test_kinds_of_mini_batches_that_are_pinned(kind):
     assert fits_override(kind, "pin_memory", "to")

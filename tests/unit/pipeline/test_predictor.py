@@ -118,13 +118,3 @@ def test_it_learns_and_predicts_as_the_oracle_does(dtype):
     np.testing.assert_allclose(predictor.weights.dense, oracle.dense, rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(predictor.sums.rows, oracle.sums, rtol=1e-3)
     np.testing.assert_allclose(predictor.sums.dense, oracle.dense_sums, rtol=1e-3)
-
-
-def test_a_row_has_another_weight_in_another_lookup():
-    same = np.zeros(2 * 3, np.int64)
-    part = part_of(2, same, None, 3)
-
-    features = features_of([part, part], np.empty((3, 0), np.float32), 3, 16)
-
-    assert len(set(features.slots.tolist())) == 4
-    assert torch.equal(torch.from_numpy(features.bounds), torch.arange(0, 13, 4))

@@ -69,7 +69,7 @@ def lookups(draw):
     return segments, values, offsets, num_samples, int(np.sum(sizes))
 
 
-@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.threads)])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.serial)])
 def threads(request, monkeypatch):
     """That many of them take part, however few lookups there are, and in several blocks."""
     torch.set_num_threads(request.param)
@@ -149,25 +149,3 @@ def test_a_value_that_is_no_row_is_named_and_touches_no_count(threads, dtype, va
     assert bad == 13
     assert counts[[0, 5, 10]].tolist() == [5, 5, 6]
     assert counts.sum() == 16
-
-
-@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
-def test_a_step_of_minus_one_takes_back_what_was_counted(threads, dtype):
-    rng = np.random.default_rng(0)
-    rows_BF = rng.integers(-1, 9, (50, 2)).astype(np.int32)
-    segments = columns_of(rows_BF, [8, 9])
-    counts = np.arange(17, dtype=dtype)
-
-    count_rows(counts, segments, rows_BF.reshape(-1))
-    count_rows(counts, segments, rows_BF.reshape(-1), -1)
-
-    np.testing.assert_array_equal(counts, np.arange(17))
-
-
-def test_nothing_to_count_is_counted(threads):
-    counts = np.zeros(5, np.uint32)
-
-    bad = count_rows(counts, columns_of(np.empty((0, 2), np.int32), [2, 3]), np.empty(0, np.int32))
-
-    assert bad == -1
-    assert not counts.any()

@@ -1,14 +1,13 @@
 """`Paper` against an oracle that is written from a description of the published code alone."""
 
 import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from recsys.pipeline import FAE, HotColdLoader, LookAhead, TrainPipeline
-from tests.pipeline.skip.paper_toys import Stream, Toy
+from recsys.pipeline import FAE, HotColdLoader, LookAhead
+from tests.unit.pipeline.paper_toys import Toy
 
 
 def train(pipeline, loader, num_steps=None):
@@ -94,21 +93,6 @@ def test_a_run_continues_as_if_it_had_not_stopped():
             assert torch.equal(table, expected)
 
 
-def test_rows_without_a_lookup_in_the_window_count_as_stale_as_in_the_published_code():
-    # The loader shuffles: rows by place in its order, 10 mini-batches of 2.
-    order, rows = Stream([0] * 20).order, [0] * 20
-    for place in range(4, 20, 2):
-        rows[order[place]] = 1  # never looked up in the window, mini-batches 0 and 1
-    stream = Stream(rows)
-    pipeline = TrainPipeline(stream.model, None, skip=stream.paper)
-    stream.model.train()
-    list(pipeline.steps(stream.loader))
-    # Row 0 moves by 4 * 1/4 * 1/4 in the window, above every threshold.
-    [decision] = pipeline.skipping.paper.decisions
-    assert decision["num_stale_rows"] == {"f0": 7}
-    assert [rows[n] for batch in stream.model.trained[2:] for n in batch] == [0] * 8
-
-
 def test_other_loaders_and_schedules_are_refused():
     toy = Toy(0, "host")
     with pytest.raises(ValueError, match=r"skip=Paper\(...\) .* depth 2; use Sequential\(\)"):
@@ -125,19 +109,3 @@ def test_other_loaders_and_schedules_are_refused():
         with pytest.raises(ValueError, match=r"HotColdLoader|FAE\(rate=100, is_adaptive=False\)"):
             pipeline.progress(iter(loader))
     pipeline.progress(iter(toy.loader()))
-
-
-@pytest.mark.parametrize(
-    "changed", [{"first_snapshot": 50}, {"first_snapshot": 8}, {"sample_share": 0.04}]
-)
-def test_windows_and_samples_that_do_not_fit_drop_nothing(changed):
-    stream = Stream([0] * 20)
-    paper = replace(stream.paper, **changed)
-    pipeline = TrainPipeline(stream.model, None, skip=paper)
-    stream.model.train()
-
-    for _ in range(2):
-        list(pipeline.steps(stream.loader))
-
-    assert not pipeline.skipping.num_skipped
-    assert not pipeline.skipping.paper.decisions

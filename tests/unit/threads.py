@@ -1,6 +1,6 @@
 """Random runs under random delays: `make threads`. What a run opens must be closed after it.
 
-    PYTHONDEVMODE=1 python tests/threads.py --cases 500 --json FILE
+    PYTHONDEVMODE=1 python tests/unit/threads.py --cases 500 --json FILE
 
 Two kinds of cases take turns. The seed of a case decides everything in it, except for the order in
 which threads run.
@@ -22,7 +22,6 @@ import faulthandler
 import gc
 import random
 import re
-import runpy
 import sys
 import tempfile
 import threading
@@ -31,13 +30,14 @@ import warnings
 from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from weakref import WeakSet
 
 import hypothesis
 import pytest
 import torch
 from hypothesis.stateful import run_state_machine_as_test
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where it is run as a script
 
 from recsys._support.machine import describe_environment
 from recsys.batch import Batch, JaggedIds
@@ -50,10 +50,8 @@ from recsys.embeddings.tiers.transfer import Transfer
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.window import Window
 from recsys.train.run_folder import write_json
-
-FOLDER = Path(__file__).parent
-SMALL = SimpleNamespace(**runpy.run_path(str(FOLDER / "pipeline" / "conftest.py")))
-USERS = SimpleNamespace(**runpy.run_path(str(FOLDER / "users.py")))
+from tests.pipeline import small
+from tests.users import PipelineUsers
 
 HANG_SECONDS = 120
 END_SECONDS = 10  # a thread of an executor ends soon after the executor is deleted
@@ -200,17 +198,17 @@ def run_loader(seed, folder):
     """Train by a pipeline over a loader; losses and rows must be those of a resident twin."""
     chance = random.Random(seed)
     sizes = [chance.randint(60, 300) for _ in range(chance.randint(1, 3))]
-    tables = SMALL.make_tables(sizes, [chance.choice([1, 4, 8]) for _ in sizes])
+    tables = small.make_tables(sizes, [chance.choice([1, 4, 8]) for _ in sizes])
     source = Numbered(tables, chance.randint(40, 200))
     options = {"shuffle": True, "seed": seed, "prefetch": chance.randint(1, 4)}
     loader = BatchLoader(source, "train", chance.randint(2, 9), **options)
     optimizer = Adagrad(lr=0.1)
     batches = list(BatchLoader(source, "train", loader.batch_size, **options))
-    budget = SMALL.budget_for(tables, optimizer, batches, chance.choice([0, 5, 20]))
+    budget = small.budget_for(tables, optimizer, batches, chance.choice([0, 5, 20]))
     tiers = {"budget": budget}
     if chance.random() < 0.5:
         tiers |= {"cold_tier": "file", "cold_path": folder}
-    twin, model = SMALL.Model(tables, optimizer), SMALL.Model(tables, optimizer, **tiers)
+    twin, model = small.Model(tables, optimizer), small.Model(tables, optimizer, **tiers)
     model.load_state_dict(twin.state_dict())
     dense = [torch.optim.SGD(each.layer.parameters(), lr=0.1) for each in (twin, model)]
     schedule = chance.choice(
@@ -230,19 +228,19 @@ def run_loader(seed, folder):
             except OSError as error:
                 assert str(error) == BROKEN  # noqa: PT017  # most steps raise nothing
                 break
-            assert [loss.item()] == SMALL.run_plain(twin, dense[0], [next(expected)])
+            assert [loss.item()] == small.run_plain(twin, dense[0], [next(expected)])
         source.num_failures = 0
         pipeline.detach()
         iterator.close()
     assert next(expected, None) is None
-    SMALL.require_equal(twin, model)
+    small.require_equal(twin, model)
 
 
 def run_users(seed, num_examples):
     """Let hypothesis play users of a pipeline; no shrinking, because delays differ each time."""
 
     run_state_machine_as_test(
-        hypothesis.seed(seed)(type("Case", (USERS.PipelineUsers,), {})),
+        hypothesis.seed(seed)(type("Case", (PipelineUsers,), {})),
         settings=hypothesis.settings(
             max_examples=1 + num_examples,  # the first is not random but the simplest one
             stateful_step_count=25,

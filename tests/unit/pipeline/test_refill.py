@@ -55,37 +55,28 @@ streams = st.lists(st.integers(1, 7), min_size=1, max_size=12)
 patterns = st.lists(st.booleans(), min_size=84, max_size=84)
 
 
-@given(sizes=streams, pattern=patterns)
-def test_samples_come_in_order_once_and_in_full_mini_batches(sizes, pattern):
-    is_chosen = np.array(pattern)
+@given(sizes=streams, pattern=patterns, stop=st.integers(0, 30))
+def test_samples_come_once_in_full_mini_batches_and_a_position_says_which_are_used_up(
+    sizes, pattern, stop
+):
+    is_chosen, raw, total = np.array(pattern), chunks_of(sizes), sum(sizes)
     maker = refill_of(is_chosen)
 
-    found, positions = take_all(maker, iter(chunks_of(sizes)))
+    found, positions = take_all(maker, iter(raw))
 
-    total = sum(sizes)
     expected = np.flatnonzero(is_chosen[:total]).tolist()
     assert [sample for batch in found for sample in batch] == expected
-    assert maker.position.num_seen == total
-    assert maker.position.num_raw == len(sizes)
-    assert maker.position.num_kept == len(expected)
+    end = maker.position
+    assert (end.num_seen, end.num_raw, end.num_kept) == (total, len(sizes), len(expected))
     # Only whole raw mini-batches pass through smaller than full, and the last one.
-    raw = [chunk.tolist() for chunk in chunks_of(sizes)]
+    lists = [chunk.tolist() for chunk in raw]
     for batch, position in zip(found[:-1], positions, strict=False):
-        assert len(batch) == position.full_size or batch in raw
-
-
-@given(sizes=streams, pattern=patterns, stop=st.integers(0, 30))
-def test_a_position_says_which_raw_samples_are_used_up(sizes, pattern, stop):
-    is_chosen = np.array(pattern)
-    raw = chunks_of(sizes)
-    found, positions = take_all(refill_of(is_chosen), iter(raw))
+        assert len(batch) == position.full_size or batch in lists
     if not found:
         return
     stop = stop % len(found)
     position = positions[stop]
-
     resumed, later = take_all(refill_of(is_chosen, position), iter(raw[position.num_raw :]))
-
     assert resumed == found[stop + 1 :]
     assert later == positions[stop + 1 :]
     used = sum(sizes[: position.num_raw]) + position.offset
@@ -126,75 +117,24 @@ def test_an_iterator_that_fails_loses_no_sample_before_and_after():
 
 @given(
     num_samples=st.integers(1, 60),
-    batch_size=st.integers(1, 9),
-    pattern=st.lists(st.booleans(), min_size=120, max_size=120),
+    parts=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=3),
+    last_size=st.integers(1, 9),
+    pattern=patterns,
     depth=st.integers(0, 5),
-    drop_last=st.booleans(),
 )
-def test_a_loader_and_a_position_say_the_next_sample_at_any_depth(
-    num_samples, batch_size, pattern, depth, drop_last
+def test_a_run_stopped_and_resumed_with_another_batch_size_loses_no_sample(
+    num_samples, parts, last_size, pattern, depth
 ):
-    """After each mini-batch a new loader and a new refill continue as the old ones do."""
-    is_chosen = np.array(pattern)
-
-    def make_loader():
-        drops = drop_last and batch_size <= num_samples
-        return BatchLoader(
-            Numbered(num_samples), "train", batch_size, shuffle=True, drop_last=drops
-        )
-
-    def epoch_of(loader, position, stop=None):
-        window, iterator = Window(), iter(loader)
-        window.refill = refill_of(is_chosen, position)
-        found = []
-        while True:
-            window.fill(iterator, depth, None)
-            try:
-                found.append(numbers(window.pop(iterator, None).batch))
-            except StopIteration:
-                return found, window.refill.position
-            if len(found) == stop:
-                return found, window.refill.position
-
-    order = [sample for batch in make_loader() for sample in numbers(batch)]
-    loader = make_loader()
-    expected, last = epoch_of(loader, Position())
-    assert loader.state_dict()["epoch"] == 1
-    assert last.num_seen == len(order)
-    chosen = [sample for sample, kept in zip(order, is_chosen, strict=False) if kept]
-    assert [sample for batch in expected for sample in batch] == chosen
-
-    for stop in range(1, len(expected)):
-        loader = make_loader()
-        begun, position = epoch_of(loader, Position(), stop)
-        state = loader.state_dict()
-        assert state["next_sample"] + position.offset == position.num_seen
-        fresh = make_loader()
-        fresh.load_state_dict(state)
-        rest, end = epoch_of(fresh, position)
-        assert begun + rest == expected
-        assert end == last
-
-
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
-    stops=st.lists(st.integers(1, 5), min_size=3, max_size=3),
-    pattern=st.lists(st.booleans(), min_size=60, max_size=60),
-)
-def test_a_run_resumed_with_another_batch_size_loses_no_sample(sizes, stops, pattern):
-    is_chosen = np.array(pattern)
-    found, position, state = [], Position(), None
-    for size, stop in zip(sizes, [*stops, None], strict=False):
-        is_last = size is sizes[-1]
-        loader = BatchLoader(Numbered(60), "train", size, shuffle=True)
+    """A loader and a position say the next sample, however many mini-batches wait."""
+    is_chosen, found, position, state = np.array(pattern), [], Position(), None
+    for size, stop in [*parts, (last_size, 10**6)]:
+        loader = BatchLoader(Numbered(num_samples), "train", size, shuffle=True)
         if state is not None:
             loader.load_state_dict(state)
         window, iterator = Window(), iter(loader)
         window.refill = refill_of(is_chosen, position._replace(full_size=size))
-        for number, _ in enumerate(iter(int, 1)):
-            if number == stop and not is_last:
-                break
-            window.fill(iterator, 2, None)
+        for _ in range(stop):
+            window.fill(iterator, depth, None)
             try:
                 found += numbers(window.pop(iterator, None).batch)
             except StopIteration:
@@ -202,13 +142,16 @@ def test_a_run_resumed_with_another_batch_size_loses_no_sample(sizes, stops, pat
         position, state = window.refill.position, loader.state_dict()
         if state["epoch"]:
             break
+        assert state["next_sample"] + position.offset == position.num_seen
 
-    loader = BatchLoader(Numbered(60), "train", 5, shuffle=True)
-    order = [sample for batch in loader for sample in numbers(batch)]
-    chosen = [sample for sample, kept in zip(order, is_chosen, strict=True) if kept]
-    assert found == chosen[: len(found)]
-    if state["epoch"]:
-        assert found == chosen
+    assert state["epoch"] == 1
+    assert position.num_seen == num_samples
+    order = [
+        sample
+        for batch in BatchLoader(Numbered(num_samples), "train", 5, shuffle=True)
+        for sample in numbers(batch)
+    ]
+    assert found == [sample for sample, kept in zip(order, is_chosen, strict=False) if kept]
 
 
 @dataclass

@@ -1,36 +1,33 @@
 """A small model and a stream of mini-batches, for tests of the staleness tracker."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
 
 SIZES = [500, 6, 900]
-DIM = 4
+DIMS = [4, 4, 8]  # tables of two groups
 BATCH_SIZE = 10
 _KEYS = [f"f{number}" for number in range(len(SIZES))]
 
 
-def make_model(optimizer=None, *, pooling="sum", seed=0, **kinds):
+def make_model(optimizer=None, *, pooling="sum", dims=DIMS, **kinds):
     tables = [
         TableConfig(
             name=f"t{number}",
-            embedding_dim=DIM,
+            embedding_dim=dim,
             num_embeddings=size,
             feature_names=[_KEYS[number]],
             pooling=pooling,
         )
-        for number, size in enumerate(SIZES)
+        for number, (size, dim) in enumerate(zip(SIZES, dims, strict=True))
     ]
     model = HotColdEmbeddingBagCollection(
         tables=tables,
         optimizer=optimizer or SGD(lr=0.1),
         **kinds,
     )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for bag in model.embedding_bags.values():
         rows = torch.randn(bag.weight.shape, generator=generator)
         with torch.no_grad():
@@ -64,42 +61,19 @@ def step(model, features, number):
     return loss.item()
 
 
-def part_of(model, features):
-    """The lookups of a mini-batch, as the pipeline passes them to the tracker."""
-    [part] = model.lookups(features)
-    return part
-
-
-def train(model, tracker, numbers, *, has_inputs=True, **kinds):
+def train(model, tracker, numbers):
     """Train mini-batches, and tell the tracker all of it; returns the losses."""
     losses = []
     for number in numbers:
-        features = make_batch(number, **kinds)
-        if tracker is not None:
-            if has_inputs:
-                first, samples = number * BATCH_SIZE, torch.arange(BATCH_SIZE)
-                tracker.add_inputs(first, [part_of(model, features)], BATCH_SIZE, samples)
-            tracker.begin_step(number)
+        features = make_batch(number)
+        first, samples = number * BATCH_SIZE, torch.arange(BATCH_SIZE)
+        tracker.add_inputs(first, model.lookups(features), BATCH_SIZE, samples)
+        tracker.begin_step(number)
         losses.append(step(model, features, number))
-        if tracker is not None:
-            tracker.end_step((number + 1) * BATCH_SIZE)
+        tracker.end_step((number + 1) * BATCH_SIZE)
     return losses
 
 
 def rows_of(model):
-    return torch.cat([bag.weight.detach() for bag in model.embedding_bags.values()]).clone()
-
-
-@pytest.fixture
-def small():
-    return SimpleNamespace(
-        SIZES=SIZES,
-        DIM=DIM,
-        BATCH_SIZE=BATCH_SIZE,
-        make_model=make_model,
-        make_batch=make_batch,
-        step=step,
-        part_of=part_of,
-        train=train,
-        rows_of=rows_of,
-    )
+    """A copy of each table."""
+    return [bag.weight.detach().clone() for bag in model.embedding_bags.values()]

@@ -21,7 +21,7 @@ from recsys.embeddings import (
 from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 from recsys.pipeline import FAE, HotColdLoader, Paper, Sequential, TrainPipeline
 from recsys.pipeline.skip.paper import draw_places
-from tests.pipeline.skip import paper_oracle
+from tests.unit.pipeline import paper_oracle
 
 LR = 0.25
 CPU = torch.device("cpu")
@@ -172,24 +172,3 @@ class Toy:
 
     def _draw(self, epoch, num_left, num):
         return draw_places(self.paper.seed, epoch, num_left, num).tolist()
-
-
-class Stream:
-    """Hot samples of one row each, by a list of rows, each of which `label` moves."""
-
-    def __init__(self, rows, batch_size=2, **constants):
-        self.source = Source([8], [paper_oracle.Sample([row], 1 / 4) for row in rows])
-        self.loader = HotColdLoader(
-            self.source, "train", batch_size, np.ones(len(rows), np.bool_), FIXED
-        )
-        self.order = self.loader.hot_samples().tolist()
-        self.paper = Paper(
-            first_snapshot=0,
-            window_share=0.1,
-            sample_share=0.5,
-            target=0.5,
-            tolerance=0.4,
-            **constants,
-        )
-        tables = [TableConfig(name="f0", embedding_dim=DIM, num_embeddings=8)]
-        self.model = SumModel(HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=LR)))

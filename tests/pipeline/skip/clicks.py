@@ -2,10 +2,8 @@
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -177,17 +175,3 @@ def optimizer_states(run):
     """Of the rows, then of the dense part."""
     optimizers = run.model.embeddings.row_optimizer, run.dense
     return [optimizer.state_dict()["state"] for optimizer in optimizers]
-
-
-@pytest.fixture(scope="session")
-def skips():
-    """These, by name: test modules do not import each other."""
-    return SimpleNamespace(
-        Clicks=Clicks,
-        POLICIES=POLICIES,
-        STALENESS=STALENESS,
-        Model=Model,
-        Run=Run,
-        options_of=options_of,
-        require_equal=require_equal,
-    )

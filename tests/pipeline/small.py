@@ -1,19 +1,13 @@
 """What tests of pipelines share: a model, mini-batches, and budgets down to the floor."""
 
-import time
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.kernels.cpu.claim import FETCHED
-from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
-from recsys.embeddings.tiers.transfer import Transfer
+from tests.budget import floor_bytes, slot_bytes
 
 
 @dataclass
@@ -40,18 +34,6 @@ class Model(nn.Module):
         pooled = self.embeddings(batch.sparse_features).values()
         predictions = self.layer(pooled).squeeze(1)
         return (predictions - batch.labels).square().mean(), predictions.detach()
-
-
-def watch_fetches(monkeypatch, before_fetch=partial(time.sleep, 0.001)):  # noqa: B008  # a constant
-    """Before rows are fetched something is done: by default, time passes."""
-    run = Transfer.run
-
-    def watched(self, *, is_alone):
-        if self.counts[FETCHED]:
-            before_fetch()
-        run(self, is_alone=is_alone)
-
-    monkeypatch.setattr(Transfer, "run", watched)
 
 
 def make_tables(sizes, dims):
@@ -135,18 +117,4 @@ def require_equal(expected, found):
             assert torch.equal(torch.as_tensor(states[1][table][name]), torch.as_tensor(value))
 
 
-@pytest.fixture(scope="session")
-def small():
-    """These, by name: test modules do not import each other."""
-    return SimpleNamespace(
-        Model=Model,
-        watch_fetches=watch_fetches,
-        make_tables=make_tables,
-        make_batch=make_batch,
-        budget_for=budget_for,
-        run_plain=run_plain,
-        run=run,
-        require_equal=require_equal,
-        dense_optimizer=dense_optimizer,
-        tables=make_tables([300, 260, 270], [4, 4, 8]),
-    )
+TABLES = make_tables([300, 260, 270], [4, 4, 8])

@@ -15,6 +15,7 @@ from recsys.embeddings import (
     TableConfig,
 )
 from recsys.embeddings.staleness.marks import RowMarks, UpdateWatch
+from tests.embeddings.staleness import stream
 from tests.unit.embeddings.model import Tables
 
 STEPS = 5
@@ -36,9 +37,9 @@ def is_array(value):
     return torch.is_tensor(value) and value.dim() > 0
 
 
-def train(small, model, numbers, **kinds):
+def train(model, numbers, **kinds):
     for number in numbers:
-        small.step(model, small.make_batch(number, **kinds), number)
+        stream.step(model, stream.make_batch(number, **kinds), number)
     return state_of(model).clone()
 
 
@@ -60,22 +61,25 @@ def freeze(groups, rows):
     ids=lambda optimizer: type(optimizer).__name__,
 )
 def test_a_frozen_row_keeps_its_bytes_and_a_thawed_one_does_not(
-    small, optimizer, budget, is_weighted, pooling
+    optimizer, budget, is_weighted, pooling
 ):
     kinds = {} if budget is None else {"budget": budget}
     if is_weighted:
         kinds["is_weighted"] = True
     is_one_hot = pooling == "sum" and not is_weighted
     of_batches = {"is_weighted": is_weighted, "is_one_hot": is_one_hot}
-    plain, frozen = (small.make_model(optimizer, pooling=pooling, **kinds) for _ in range(2))
+    plain, frozen = (
+        stream.make_model(optimizer, pooling=pooling, dims=(4, 4, 4), **kinds) for _ in range(2)
+    )
     assert all(bool(group.num_slots) == (budget is not None) for group in frozen.groups())
     # The first steps make the state.
-    before = train(small, frozen, range(3), **of_batches)
-    assert torch.equal(train(small, plain, range(3), **of_batches), before)
-    _, marks = freeze(frozen.groups(), STALE)
+    before = train(frozen, range(3), **of_batches)
+    assert torch.equal(train(plain, range(3), **of_batches), before)
+    watch, marks = freeze(frozen.groups(), STALE)
 
-    after = train(small, frozen, range(3, 3 + STEPS), **of_batches)
-    expected = train(small, plain, range(3, 3 + STEPS), **of_batches)
+    after = train(frozen, range(3, 3 + STEPS), **of_batches)
+    found = watch.num_lookups, watch.num_left_out
+    expected = train(plain, range(3, 3 + STEPS), **of_batches)
 
     # The gradient does not depend on the rows, so rows that are not frozen are those of `plain`.
     expected_after = expected.clone()
@@ -87,8 +91,15 @@ def test_a_frozen_row_keeps_its_bytes_and_a_thawed_one_does_not(
     assert set(changed) <= set(counted.tolist())
     assert not set(counted.tolist()) & set(STALE)
 
+    firsts, looked_up = [0, *np.cumsum(stream.SIZES)], []
+    for number in range(3, 3 + STEPS):
+        batch = stream.make_batch(number, **of_batches)
+        for key, first in zip(batch.keys(), firsts, strict=False):
+            looked_up += (batch[key].values() + int(first)).tolist()
+    assert found == (len(looked_up), np.isin(looked_up, STALE).sum())
+
     marks.set_stale(np.array([], np.int64))
-    thawed = train(small, frozen, range(8, 8 + STEPS), **of_batches)
+    thawed = train(frozen, range(8, 8 + STEPS), **of_batches)
     assert (thawed[STALE] != after[STALE]).any(1).sum() > 5
 
 
@@ -157,25 +168,3 @@ def test_a_device_leaves_out_the_same_rows(triton_device, is_mean, num_slots):
     for row in stale:
         key = (0, "rows") if row < 40 else (1, "rows")
         assert torch.equal(on_device[key][row % 40].cpu(), start[key][row % 40])
-
-
-@pytest.mark.parametrize("is_one_hot", [True, False])
-@pytest.mark.parametrize("kinds", [{}, {"budget": 20_000}])
-def test_what_is_left_out_is_counted(small, kinds, is_one_hot):
-    """Every lookup counts in every step, also while nothing is stale and while nothing freezes."""
-    model = small.make_model(**kinds)
-    watch, marks = freeze(model.groups(), [])
-    batches = [small.make_batch(number, is_one_hot=is_one_hot) for number in range(5)]
-    num_lookups = num_left_out = 0
-    for number, batch in enumerate(batches):
-        if number == 1:
-            marks.set_stale(np.array(STALE))
-        watch.freezes = number != 3
-        small.step(model, batch, number)
-        for key, first_row in zip(batch.keys(), marks.first_rows, strict=False):
-            rows = batch[key].values() + int(first_row)
-            num_lookups += len(rows)
-            if number not in (0, 3):
-                num_left_out += int(torch.isin(rows, torch.tensor(STALE)).sum())
-    assert num_left_out > 0
-    assert (watch.num_lookups, watch.num_left_out) == (num_lookups, num_left_out)
