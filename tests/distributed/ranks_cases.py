@@ -22,15 +22,12 @@ from ranks_models import (
 from ranks_shared import (
     DIM,
     FEATURES,
-    KEYS,
     LIMITS,
     LR,
     NUM_STEPS,
     ROWS,
     first_rows,
-    global_batch,
     loss_of,
-    rows_of_rank,
 )
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
@@ -47,45 +44,17 @@ from recsys.distributed import (
     HotColdTrainPipelineSparseDist,
     HotPlanStorageEstimator,
 )
-from recsys.distributed.planner import fast_bytes
 from recsys.embeddings import Adagrad, PopularityProfile, TableConfig, plan_hot_rows
-from recsys.embeddings.tiers.budget import floor_bytes, row_bytes, slot_bytes
 
 BOUNDS = {2: [0, 16, 32], 4: [0, 8, 16, 24, 32]}
-STATE_SIZES = {
-    "sgd": lambda dim: {},
-    "adagrad": lambda dim: {"momentum1": dim},
-    "rowwise_adagrad": lambda dim: {"momentum1": 1},
-}
-
-
-def budgets_of(rank, world, kind, optimizer):
-    """This rank's least budget, one in the middle, and one that is more than all rows need.
-
-    The least is the row map, and slots for the rows of any mini-batch.
-    """
-    num_rows, resident, needed = 0, 0, {}
-    for name, first, last in rows_of_rank(rank, world, kind):
-        num_rows += last - first
-        sizes = STATE_SIZES[optimizer](DIM[name])
-        resident += (last - first) * row_bytes(DIM[name], torch.float32, sizes)
-        for step in range(NUM_STEPS):
-            _, values, *_ = global_batch(step)
-            ids = torch.cat([values[KEYS.index(feature)] for feature in FEATURES[name]])
-            count = len(ids[(ids >= first) & (ids < last)].unique())
-            needed.setdefault(DIM[name], [0] * NUM_STEPS)[step] += count
-    slots = [
-        (max(1, *counts), slot_bytes(dim, torch.float32, STATE_SIZES[optimizer](dim)))
-        for dim, counts in needed.items()
-    ]
-    least = floor_bytes(num_rows, slots)
-    return {"floor": least, "half": max(least, (least + resident) // 2), "everything": 4 * 2**20}
+# Bytes of each rank: for a few slots, for more of them, and for more than all rows.
+BUDGETS = {"few": 6_000, "some": 9_000, "everything": 4 * 2**20}
 
 
 def budgets(rank, world, kind, optimizer, folder, exchange):
     """What each budget and tier computes."""
     runs = {"resident": None}
-    for name, budget in budgets_of(rank, world, kind, optimizer).items():
+    for name, budget in BUDGETS.items():
         runs[f"{name} host"] = {"budget": budget}
         path = str(Path(folder) / name)
         runs[f"{name} file"] = {"budget": budget, "cold_tier": "file", "cold_path": path}
@@ -108,7 +77,7 @@ def trains(rank, world, bounds=None, **options):
 
 def begins(rank, world, **options):
     """Rows right after sharding a module."""
-    return found_in(shard(world, "mixed", **options))["rows"]
+    return found_in(shard(world, "mixed", **options))
 
 
 def loads_plain_rows(rank, world):
@@ -117,7 +86,7 @@ def loads_plain_rows(rank, world):
     train(model, BOUNDS[world], num_steps=1)
     plain = {f"ebc.embedding_bags.{name}.weight": first_rows(name) for name in ROWS}
     model.load_state_dict(model.state_dict() | plain)
-    return found_in(model)["rows"]
+    return found_in(model)
 
 
 def resumes(rank, world, folder, output_dtensor, exchange):
@@ -131,14 +100,13 @@ def resumes(rank, world, folder, output_dtensor, exchange):
         options = {"tiers": {"budget": budget}, "output_dtensor": output_dtensor}
         return shard(world, "mixed", "adagrad", exchange=exchange, **options)
 
-    least = budgets_of(rank, world, "mixed", "adagrad")["floor"]
-    model = make(least + 2000)
+    model = make(9_000)
     train(model, bounds, num_steps=3)
     dcp.save(state_of(model), checkpoint_id=folder)
     train(model, bounds, first_step=3)
     found = {"whole": found_in(model)}
     for way in ("loaded in place", "load_state_dict"):
-        other = make(least + 1000)
+        other = make(8_000)
         train(other, bounds, num_steps=1)  # what it has in slots must not survive
         loaded = state_of(other)
         dcp.load(loaded, checkpoint_id=folder)
@@ -156,8 +124,7 @@ def pins(rank, world, exchange):
     for step in range(NUM_STEPS):
         profile.add(of_rank(step, 0, 32, 32)[1])
     plan = plan_hot_rows(profile, configs(), "40000", Adagrad(lr=LR, eps=1e-8), window_lookups=40)
-    budget = budgets_of(rank, world, "mixed", "adagrad")["half"]
-    tiers = {"plan": plan, "budget": budget}
+    tiers = {"plan": plan, "budget": 17_000}
     model = shard(world, "mixed", "adagrad", tiers=tiers, exchange=exchange)
     losses = train(model, BOUNDS[world])
     num_pinned = sum(int((each.marks.pins > 0).sum()) for each in model.module.ebc.fetchers())
@@ -179,8 +146,7 @@ def configs():
 def pipelines(rank, world, exchange):
     """A plain loop, TorchRec's pipeline, and ours; how many rows were fetched ahead."""
     bounds, found = BOUNDS[world], {}
-    least = budgets_of(rank, world, "mixed", "adagrad")["floor"]
-    options = {"tiers": {"budget": least + 8000}, "exchange": exchange}
+    options = {"tiers": {"budget": 14_000}, "exchange": exchange}
     model = shard(world, "mixed", "adagrad", **options)
     losses = train(model, bounds)
     found["loop"] = found_in(model) | {"losses": losses}
@@ -286,7 +252,10 @@ def plans(rank, world):
     plan = plan_hot_rows(profile, configs(), 20_000, Adagrad(lr=LR), window_lookups=20)
     topology = Topology(world_size=world, compute_device="cpu")
     found = {
-        "tables": {name: (ROWS[name], DIM[name], fast_bytes(plan, name)) for name in ROWS},
+        "tables": {
+            name: (table.slot_bytes, table.num_features, len(plan.pinned_rows(name)))
+            for name, table in plan.tables.items()
+        },
     }
     for cold_tier in (None, "host", "file"):
         estimators = [EmbeddingPerfEstimator(topology)]

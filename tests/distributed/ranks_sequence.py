@@ -7,7 +7,6 @@ import torch.distributed as dist
 from ranks_models import CPU, OPTIMIZERS, Batch, found_in, of_rank, train
 from ranks_shared import (
     FEATURES,
-    KEYS,
     LR,
     NUM_STEPS,
     OUTPUTS,
@@ -15,11 +14,9 @@ from ranks_shared import (
     SEQUENCE_DIM,
     SequenceArch,
     first_sequence_rows,
-    global_batch,
     is_row_wise,
     loss_of,
     pool_in_order,
-    rows_of_rank,
 )
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
@@ -33,7 +30,6 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from recsys.distributed import HotColdEmbeddingCollectionSharder, HotColdTrainPipelineSparseDist
-from recsys.embeddings.tiers.budget import floor_bytes, slot_bytes
 
 torch.fx.wrap("pool_in_order")  # TorchRec's pipelines trace the model
 torch.fx.wrap("loss_of")
@@ -92,33 +88,15 @@ def shard(world, kind, optimizer, tiers=None, *, model=Model, sharder=None):
     )
 
 
-def least_budget(rank, world, kind, state_size):
-    """The row map, and slots for the rows of any mini-batch."""
-    num_rows, counts = 0, [0] * NUM_STEPS
-    for name, first, last in rows_of_rank(rank, world, kind):
-        num_rows += last - first
-        for step in range(NUM_STEPS):
-            _, values, *_ = global_batch(step)
-            ids = torch.cat([values[KEYS.index(feature)] for feature in FEATURES[name]])
-            counts[step] += len(ids[(ids >= first) & (ids < last)].unique())
-    sizes = {"momentum1": state_size} if state_size else {}
-    slot = slot_bytes(SEQUENCE_DIM, torch.float32, sizes)
-    return floor_bytes(num_rows, [(max(counts), slot)])
-
-
-STATE_SIZES = {"sgd": 0, "adagrad": SEQUENCE_DIM, "rowwise_adagrad": 1}
-
-
 def sequences(rank, world, kind, optimizers, folder, bounds):
     """What each optimizer and tier computes."""
     found = {}
     for optimizer in optimizers:
-        budget = least_budget(rank, world, kind, STATE_SIZES[optimizer])
         path = str(Path(folder) / optimizer)
         for name, tiers in {
             "resident": None,
-            "host": {"budget": budget},
-            "file": {"budget": budget, "cold_tier": "file", "cold_path": path},
+            "host": {"budget": 8_000},
+            "file": {"budget": 8_000, "cold_tier": "file", "cold_path": path},
         }.items():
             model = shard(world, kind, optimizer, tiers)
             losses = train(model, bounds)
@@ -139,8 +117,7 @@ def no_samples(rank, world):
 
 def sequences_in_a_pipeline(rank, world, bounds):
     """A run in our pipeline, detached for an evaluation; how many rows were fetched ahead."""
-    tiers = {"budget": least_budget(rank, world, "mixed", SEQUENCE_DIM) + 8000}
-    model = shard(world, "mixed", "adagrad", tiers, model=TrainModel)
+    model = shard(world, "mixed", "adagrad", {"budget": 14_000}, model=TrainModel)
     optimizer = torch.optim.SGD(model.module.over.parameters(), lr=LR)
     running, losses, num_ahead = HotColdTrainPipelineSparseDist(model, optimizer, CPU), [], 0
     begin, end = bounds[rank], bounds[rank + 1]

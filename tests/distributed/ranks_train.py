@@ -1,9 +1,10 @@
 """Runs of `recsys train` on the ranks of the tests."""
 
 import errno
-import itertools
 import json
+import os
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,8 @@ from ranks_cases import error_of
 
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
-from recsys.distributed.input_checks import InputChecks
-from recsys.errors import ConfigError, IdOutOfRange
+from recsys.errors import ConfigError
 from recsys.train import Callback, train
-from recsys.train.checkpoint.format import PieceWriter, piece_number
-from recsys.train.rank_model import average_gradients
 
 SETTINGS = (
     "synthetic.num_samples=1600",  # 22 steps an epoch
@@ -108,19 +106,6 @@ def has_callbacks(rank, world, run, settings, resume=False, given=None, **option
     }
 
 
-def averages_gradients(rank, world):
-    """Gradients of a rank: dense ones, one of a sparse table, none; and their averages."""
-    torch.manual_seed(1)
-    table, layers = torch.nn.Embedding(8, 9, sparse=True), torch.nn.Linear(9, 7)
-    samples = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
-    layers(samples + table(torch.arange(4) + rank)).sum().backward()
-    unused = torch.nn.Parameter(torch.ones(3))
-    parameters = [*table.parameters(), *layers.parameters(), unused]
-    own = [torch.zeros(3) if each.grad is None else each.grad.to_dense() for each in parameters]
-    average_gradients(parameters)
-    return own, [each.grad for each in parameters]
-
-
 def is_refused(rank, world, **arguments):
     """What each rank says; an error that the test sees would end it."""
     with pytest.raises(ConfigError) as refused:
@@ -160,37 +145,40 @@ def loses_a_checkpoint(rank, world, run, cut_rank, **arguments):
     return trains_a_run(rank, world, run=run, **arguments)
 
 
-def has_a_bad_id(rank, world, number, run):
-    """An id of the last rank's mini-batch is invalid.
+@contextmanager
+def one_changed_sample(change):
+    """Change the mini-batch that has sample 1000, given the mini-batch and the sample's place."""
+    read = SyntheticCriteo.read
 
-    Args:
-        number: The mini-batch, counted from 1.
-        run: The folder of the run.
-    """
-    check, numbers = InputChecks.check, itertools.count(1)
-
-    def fails(checks, features):
-        if next(numbers) == number and rank == world - 1:
-            raise IdOutOfRange(f"of mini-batch {number}")
-        check(checks, features)
+    def reads(source, samples):
+        batch = read(source, samples)
+        for place in (samples == 1000).nonzero()[0].tolist():
+            change(batch, place)
+        return batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InputChecks, "check", fails)
+        patch.setattr(SyntheticCriteo, "read", reads)
+        yield
+
+
+def has_a_bad_id(rank, world, run):
+    """An id of one sample is invalid; its mini-batch is taken ahead."""
+
+    def change(batch, place):
+        batch.sparse_features.values()[place] = 10**6
+
+    with one_changed_sample(change):
         run_training(run, ["budget=60KiB", "eval.every_steps=40"])
 
 
 def has_a_bad_number(rank, world, run):
     """The error if a dense feature of one sample is nan, the record, and what was warned of."""
-    read = SyntheticCriteo.read
 
-    def reads(source, samples):
-        batch = read(source, samples)
-        batch.dense_features[torch.from_numpy(samples == 1000), 5] = float("nan")
-        return batch
+    def change(batch, place):
+        batch.dense_features[place, 5] = float("nan")
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+    with one_changed_sample(change), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        patch.setattr(SyntheticCriteo, "read", reads)
         error = error_of(
             lambda: run_training(run, ["eval.every_steps=999", "schedule.lookahead.depth=2"])
         )
@@ -210,13 +198,14 @@ def has_full_disks(rank, world, failing, **arguments):
     Args:
         failing: The first number, and the one after the last, by rank.
     """
-    finish, (begin, end) = PieceWriter.finish, failing[rank]
+    replace, (begin, end) = os.replace, failing[rank]
 
-    def fails(piece):
-        if begin <= piece_number(piece.path.name) < end:
+    def fails(old, new):
+        folder = Path(new).parent.name
+        if Path(new).name == "piece.json" and begin <= int(folder.split("-")[1]) < end:
             raise OSError(errno.ENOSPC, "No space left on device")
-        finish(piece)
+        replace(old, new)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PieceWriter, "finish", fails)
+        patch.setattr(os, "replace", fails)
         return trains_a_run(rank, world, **arguments)

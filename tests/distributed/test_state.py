@@ -4,12 +4,9 @@ import pytest
 import torch
 from ranks_shared import ROWS, first_rows
 
+from tests.distributed.test_exactness import whole
+
 torchrec = pytest.importorskip("torchrec")
-
-
-def whole(ranks, name):
-    pieces = sorted((piece for rank in ranks for piece in rank[name]), key=lambda each: each[0])
-    return torch.cat([rows for _, rows in pieces])
 
 
 def require_same(found, expected):
@@ -24,14 +21,14 @@ def test_rows_of_a_module_on_the_cpu_are_kept(ranks, tiers):
     found = ranks("begins", tiers=tiers)
 
     for name in ROWS:
-        assert torch.equal(whole(found, name), first_rows(name))
+        assert torch.equal(whole(found, "rows", name), first_rows(name))
 
 
 def test_rows_of_a_module_on_the_meta_device_are_drawn(ranks):
     found = ranks("begins", device="meta")
 
     for name, num_rows in ROWS.items():
-        rows = whole(found, name)
+        rows = whole(found, "rows", name)
         assert rows.shape == first_rows(name).shape
         assert 0 < float(rows.abs().max()) <= num_rows**-0.5
 
@@ -40,7 +37,7 @@ def test_rows_of_a_plain_model_are_loaded(ranks):
     found = ranks("loads_plain_rows")
 
     for name in ROWS:
-        assert torch.equal(whole(found, name), first_rows(name))
+        assert torch.equal(whole(found, "rows", name), first_rows(name))
 
 
 @pytest.mark.slow
