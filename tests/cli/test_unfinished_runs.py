@@ -123,7 +123,7 @@ def test_a_finished_run_that_saved_no_model_is_continued_to_save_it(
     record = RunFolder(folder).read_record()
     assert (record["status"], record["metrics"]) == ("finished", expected["metrics"])
     assert record["throughput"]["num_steps"] == expected["throughput"]["num_steps"]
-    require_same_run(config, folder, tmp_path / "expected")
+    require_same_run(folder, tmp_path / "expected")
     assert main(command.split()) == 0
     assert f"{folder} is finished" in capsys.readouterr().err
 

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets import loader as loader_module
-from recsys.datasets.loader import BatchLoader, num_read_ahead
+from recsys.datasets import BatchLoader
 
 
 class Numbered:
@@ -146,30 +144,6 @@ def test_an_iteration_closed_early_goes_on_with_the_batches_that_waited():
     assert loader.epoch == 1
 
 
-def test_the_reading_thread_ends_with_the_iteration():
-    before = threading.active_count()
-    iterator = iter(BatchLoader(Numbered(40), "train", 5, shuffle=False))
-    next(iterator)
-
-    iterator.close()
-
-    assert threading.active_count() == before
-
-
-def test_an_error_while_reading_ahead_comes_out_of_the_iteration():
-    class Broken(Numbered):
-        def read(self, samples):
-            if samples.max() >= 30:
-                raise OSError("the disk is gone")
-            return super().read(samples)
-
-    loader = BatchLoader(Broken(40), "train", 5, shuffle=False)
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(loader)
-    assert loader.state_dict()["next_sample"] == 10
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside the reading thread
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_does_not_go_on_with_an_iteration():
@@ -199,50 +173,6 @@ def test_large_sources_are_addressed_with_64_bits():
     assert np.iinfo(np.int32).max < batches[1][0]
 
 
-def parts_read(num_samples, batch_size, prefetch, num_taken):
-    """First samples of what has been read when so many mini-batches were taken."""
-    ended = []
-
-    class Slow(Numbered):
-        def read(self, samples):
-            time.sleep(0.02)
-            batch = super().read(samples)
-            ended.append(int(samples[0]))
-            return batch
-
-    loader = BatchLoader(Slow(num_samples), "train", batch_size, shuffle=False, prefetch=prefetch)
-    batches = iter(loader)
-    for _ in range(num_taken):
-        next(batches)
-    num_read = -1
-    while num_read < len(ended):  # it still reads ahead
-        num_read = len(ended)
-        time.sleep(0.3)
-    batches.close()
-    return sorted(ended)  # with many cores, several are read at once
-
-
-def test_so_many_batches_are_read_ahead_and_no_more():
-    assert parts_read(30_000, 3000, 2, 1) == [15_000, 18_000, 21_000]
-
-
-def test_a_ctrl_c_while_the_reader_is_waited_for_leaves_nothing_to_the_next_iteration(monkeypatch):
-    class Interrupted(ThreadPoolExecutor):
-        def shutdown(self, **options):
-            super().shutdown(**options)
-            raise KeyboardInterrupt
-
-    loader = BatchLoader(Numbered(100), "train", 1, shuffle=False)
-    with monkeypatch.context() as patched:
-        patched.setattr(loader_module, "ThreadPoolExecutor", Interrupted)
-        batches = iter(loader)
-        assert numbers(next(batches)) == [50]
-        with pytest.raises(KeyboardInterrupt):
-            batches.close()
-
-    assert [numbers(batch) for batch in loader] == [[number] for number in range(51, 100)]
-
-
 def test_with_many_cores_several_batches_are_read_at_once_and_come_in_order(monkeypatch):
     class AllAtOnce(Numbered):
         def read(self, samples):
@@ -250,11 +180,56 @@ def test_with_many_cores_several_batches_are_read_at_once_and_come_in_order(monk
             return super().read(samples)
 
     everyone_reads = threading.Barrier(3, timeout=30)
-    monkeypatch.setattr(loader_module, "num_cores", lambda: 12)
+    monkeypatch.setattr("recsys.datasets.loader.num_cores", lambda: 12)
 
     loader = BatchLoader(AllAtOnce(36_000), "train", 3000, shuffle=False)
 
     assert [numbers(batch)[0] for batch in loader] == list(range(18_000, 36_000, 3000))
+
+
+class Broken(Numbered):
+    """Notes what is read; a sample cannot be read."""
+
+    def __init__(self, num_samples, broken):
+        super().__init__(num_samples)
+        self.broken, self.begun = broken, []
+
+    def read(self, samples):
+        self.begun.append(int(samples[0]))
+        if self.broken in samples:
+            raise OSError("the disk is gone")
+        return super().read(samples)
+
+
+def test_an_error_while_reading_ahead_comes_after_the_batches_before_it():
+    before = threading.active_count()
+    loader = BatchLoader(Broken(40, 30), "train", 5, shuffle=False)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(loader)
+
+    assert loader.state_dict()["next_sample"] == 10
+    assert threading.active_count() == before
+
+
+# Small mini-batches are read in groups of 2,048 samples, or of 16 mini-batches.
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "prefetch", "num_taken", "end"),
+    [(100, 1, 2, 1, 82), (20_000, 500, 2, 6, 17_500), (30_000, 3000, 2, 1, 21_000)],
+)
+def test_so_many_batches_are_read_ahead_and_no_more(
+    num_samples, batch_size, prefetch, num_taken, end
+):
+    source = Broken(num_samples, end)
+    batches = iter(BatchLoader(source, "train", batch_size, shuffle=False, prefetch=prefetch))
+    for _ in range(num_taken):
+        next(batches)
+    for _ in range(3):  # at the third time nothing new has begun for a while
+        time.sleep(0.05)
+        begun = sorted(source.begun)
+    batches.close()
+
+    assert begun == list(range(num_samples // 2, end, batch_size))
 
 
 @pytest.mark.gpu
@@ -265,18 +240,6 @@ def test_batches_are_read_into_page_locked_memory():
     for batch in loader:
         parts = batch.dense_features, batch.sparse_features.values(), batch.labels
         assert all(each.is_pinned() for each in parts)
-
-
-def test_small_batches_are_read_by_2048_samples_or_16():
-    assert [num_read_ahead(2, each) for each in (1, 128, 500, 2048, 5000)] == [16, 16, 5, 2, 2]
-    assert num_read_ahead(20, 500) == 20
-    assert parts_read(100, 1, 2, 1) == list(range(50, 82))
-    starts = list(range(5000, 10_000, 500))
-
-    assert parts_read(10_000, 500, 2, 1) == starts  # five at a time: one group is ahead of another
-    assert parts_read(20_000, 500, 2, 5) == list(range(10_000, 15_000, 500))
-    assert parts_read(20_000, 500, 2, 6) == list(range(10_000, 17_500, 500))
-    assert parts_read(20_000, 500, 6, 1) == list(range(10_000, 17_500, 500))
 
 
 def test_the_order_inside_of_mini_batches_can_be_drawn_anew():

@@ -1,22 +1,236 @@
-import copy
+"""Stores as they are written and read: raw Criteo data, and declared features of any kind."""
+
 import errno
-import json
-import os
-import pickle
 import re
 
 import numpy as np
 import pytest
+import torch
 
-from recsys.datasets.store import Store
-from recsys.datasets.store_writer import StoreWriter, classic_splits
+from recsys.batch import JaggedIds
+from recsys.datasets import Store
+from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from recsys.errors import AlreadyExists, StoreError
+from tests.commands import refused
+
+FEATURES = (
+    Feature("user", "user"),
+    Feature("tags", "tag", "multi"),
+    Feature("item", "item"),
+    Feature("history", "item", "sequence"),
+)
+TABLES = {"user": 7, "tag": 4, "item": 9}
+NUM_SAMPLES = 30
+
+
+KEYS = [feature._asdict() for feature in FEATURES]
+
+
+class Expected:
+    """The samples that the store of these tests holds, as lists of Python."""
+
+    def __init__(self, seed=0, num_samples=NUM_SAMPLES):
+        rng = np.random.default_rng(seed)
+        self.labels = rng.integers(0, 2, num_samples).astype(np.int8)
+        self.dense = rng.normal(size=(num_samples, 2)).astype(np.float32)
+        self.rows = [
+            {
+                each.name: rng.integers(
+                    0, TABLES[each.table], rng.integers(0, 5) if each.is_bag else 1
+                ).tolist()
+                for each in FEATURES
+            }
+            for _ in range(num_samples)
+        ]
+        self.weights = rng.random(num_samples).astype(np.float32)
+        self.groups = rng.integers(0, 5, num_samples).astype(np.int32)
+        self.times = rng.integers(0, 2**40, num_samples)
+
+    def append_to(self, writer, samples):
+        rows = [self.rows[sample] for sample in samples]
+        bags = [each.name for each in FEATURES if each.is_bag]
+        ones = [each.name for each in FEATURES if not each.is_bag]
+        chosen = slice(samples.start, samples.stop)
+        writer.append(
+            self.labels[chosen],
+            self.dense[chosen],
+            np.array([[of[name][0] for name in ones] for of in rows], np.int32),
+            bag_values=np.array(
+                [row for of in rows for name in bags for row in of[name]], np.int32
+            ),
+            bag_lengths=np.array([len(of[name]) for of in rows for name in bags]).reshape(-1, 2),
+            weights=self.weights[chosen],
+            groups=self.groups[chosen],
+            times=self.times[chosen],
+        )
+
+
+def finish(writer, **changes):
+    arguments = {
+        "dense_names": ["price", "age"],
+        "table_sizes": TABLES,
+        "splits": classic_splits(writer.num_samples),
+        "about": {
+            "convention": "table",
+            "sources": [],
+            "schema": {"label": "click"},
+            "ranking": {"item": "item", "item_features": ["user"]},
+        },
+        "catalog": np.arange(9, dtype=np.int32)[:, None] % 7,
+    }
+    return writer.finish(**arguments | changes)
+
+
+def new_writer(path, **changes):
+    arguments = {
+        "dense_transform": "none",
+        "features": FEATURES,
+        "has_weights": True,
+        "has_groups": True,
+        "has_times": True,
+    }
+    return StoreWriter(path, **arguments | changes)
 
 
 @pytest.fixture
-def store(tmp_path):
+def expected():
+    return Expected()
+
+
+@pytest.fixture
+def store(tmp_path, expected):
+    with new_writer(tmp_path / "store") as writer:
+        for samples in (range(11), range(11, 11), range(11, NUM_SAMPLES)):
+            expected.append_to(writer, samples)
+        finish(writer)
+    return Store(tmp_path / "store")
+
+
+def test_batches_hold_all_features_in_their_order(store, expected):
+    samples = np.array([29, 3, 3, 0, 11, 10])
+
+    batch = store.read(samples)
+
+    ids = batch.sparse_features
+    assert ids.keys() == ["user", "tags", "item", "history"]
+    ends = ids.offsets().numpy()[1:-1]
+    bags = iter(np.split(ids.values().numpy(), ends))
+    for name in (each.name for each in FEATURES):
+        for sample in samples:
+            assert next(bags).tolist() == expected.rows[sample][name]
+    np.testing.assert_array_equal(batch.labels, expected.labels[samples])
+    np.testing.assert_array_equal(batch.dense_features, expected.dense[samples])
+    np.testing.assert_array_equal(batch.weights, expected.weights[samples])
+    JaggedIds(ids.keys(), ids.values(), ids.offsets())  # checks the offsets
+    none = store.read(np.arange(0))
+    assert len(none) == none.sparse_features.stride() == len(none.weights) == 0
+    for outside in ([-1], [0, 30]):
+        with pytest.raises(IndexError, match=r"must lie in \[0, 30\)"):
+            store.read(np.array(outside))
+
+
+def test_arrays_beside_the_batch_are_as_they_were_written(store, expected):
+    np.testing.assert_array_equal(store.groups, expected.groups)
+    np.testing.assert_array_equal(store.times, expected.times)
+    assert store.catalog.tolist() == [[row % 7] for row in range(9)]
+    assert store.features == FEATURES
+    assert store.feature_tables == {
+        "user": "user",
+        "tags": "tag",
+        "item": "item",
+        "history": "item",
+    }
+    assert store.table_sizes == TABLES
+    assert store.describe()["features"] == KEYS
+    assert KEYS[3] == {"name": "history", "table": "item", "kind": "sequence"}
+
+
+def test_a_store_may_have_bags_alone_and_no_dense_features(tmp_path):
+    with StoreWriter(
+        tmp_path / "store", dense_transform="none", features=[Feature("tags", "tag", "multi")]
+    ) as writer:
+        writer.append(
+            np.array([1, 0], np.int8),
+            np.empty((2, 0), np.float32),
+            np.empty((2, 0), np.int32),
+            bag_values=np.array([2, 0], np.int32),
+            bag_lengths=np.array([[0], [2]]),
+        )
+        finish(
+            writer,
+            dense_names=[],
+            table_sizes={"tag": 3},
+            about={"convention": "table", "sources": []},
+            catalog=None,
+        )
+
+    batch = Store(tmp_path / "store").read(np.array([1, 0]))
+
+    assert batch.sparse_features.values().tolist() == [2, 0]
+    assert batch.sparse_features.offsets().tolist() == [0, 2, 2]
+    assert batch.dense_features.shape == (2, 0)
+    assert batch.weights is None
+
+
+def test_features_of_one_row_that_share_a_table_make_one_hot_batches(tmp_path):
+    features = [Feature("from", "city"), Feature("to", "city")]
+    with StoreWriter(tmp_path / "store", features=features) as writer:
+        writer.append(np.zeros(1, np.int8), np.zeros((1, 1), np.int32), np.array([[2, 1]]))
+        writer.finish(
+            dense_names=["int_0"],
+            table_sizes={"city": 3},
+            splits=classic_splits(1),
+            about={"convention": "table", "sources": []},
+        )
+    store = Store(tmp_path / "store")
+
+    ids = store.read(np.arange(1)).sparse_features
+
+    assert ids.is_known_one_hot()
+    assert (ids.keys(), ids.values().tolist()) == (["from", "to"], [2, 1])
+    assert store.bag_values is None
+
+
+def write_labels(path, labels, names):
+    with StoreWriter(path, label_names=names) as writer:
+        num_samples = len(labels)
+        writer.append(
+            np.array(labels, np.int8),
+            np.zeros((num_samples, 1), np.int32),
+            np.zeros((num_samples, 1), np.int32),
+        )
+        return Store(
+            writer.finish(
+                dense_names=["int_0"],
+                table_sizes={"item": 1},
+                splits=classic_splits(num_samples),
+                about={"convention": "table", "sources": []},
+            )
+        )
+
+
+@pytest.mark.parametrize("names", [["click"], ["click", "buy"]])
+def test_named_labels_make_a_column_each(tmp_path, names):
+    labels = [[number % 2, number % 3 == 1][: len(names)] for number in range(14)]
+    store = write_labels(tmp_path / "store", labels, names)
+
+    batch = store.read(np.array([4, 0, 13]))
+
+    assert batch.labels.dtype == torch.float32
+    assert batch.labels.tolist() == [labels[4], labels[0], labels[13]]
+    assert batch.select(torch.tensor([2])).labels.tolist() == [labels[13]]
+    assert store.label_names == tuple(names) == tuple(store.describe()["labels"])
+    before = store.fingerprint
+    store.meta["labels"] = ["like"]
+    assert store.fingerprint != before
+    assert "'click'" in refused("train", store.path, "--run", tmp_path / "run")
+
+
+@pytest.fixture
+def criteo(tmp_path):
+    """A store of integers and raw ids."""
     rng = np.random.default_rng(0)
-    with StoreWriter(tmp_path / "store") as writer:
+    with StoreWriter(tmp_path / "criteo") as writer:
         writer.append(
             rng.integers(0, 2, 21).astype(np.int8),
             rng.integers(0, 100, (21, 2)).astype(np.int32),
@@ -28,87 +242,31 @@ def store(tmp_path):
             splits=classic_splits(21),
             about={"convention": "classic", "sources": []},
         )
-    return Store(tmp_path / "store")
+    return Store(tmp_path / "criteo")
 
 
-def test_reading_gathers_samples_in_the_order_asked_for(store):
+def test_integers_are_read_as_their_logarithms(criteo):
     samples = np.array([20, 3, 3, 0])
 
-    batch = store.read(samples)
+    batch = criteo.read(samples)
 
-    np.testing.assert_array_equal(batch.labels, store.labels[samples])
-    expected_dense = np.log(store.dense[samples].astype(np.float32) + 1)
-    np.testing.assert_array_equal(batch.dense_features, expected_dense)
-    assert batch.sparse_features.keys() == ["cat_0", "cat_1", "cat_2"]
-    for column, key in enumerate(batch.sparse_features.keys()):
-        np.testing.assert_array_equal(
-            batch.sparse_features[key].values(), store.sparse[samples, column]
-        )
+    np.testing.assert_array_equal(batch.labels, criteo.labels[samples])
+    expected = np.log(criteo.dense[samples].astype(np.float32) + 1)
+    np.testing.assert_array_equal(batch.dense_features, expected)
+    for column, key in enumerate(["cat_0", "cat_1", "cat_2"]):
+        rows = batch.sparse_features[key].values()
+        np.testing.assert_array_equal(rows, criteo.sparse[samples, column])
 
 
-def test_a_copy_has_the_splits_of_its_store_and_is_made_in_any_folder(store, monkeypatch, tmp_path):
-    relative = Store(os.path.relpath(store.path))
-    relative.splits["train"] = range(3)
-    monkeypatch.chdir(tmp_path)
+def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, expected, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    copied = copy.deepcopy(relative)
-
-    assert len(pickle.dumps(store)) < 500
-    assert copied.splits == relative.splits
-    np.testing.assert_array_equal(copied.labels, store.labels)
-
-
-@pytest.mark.parametrize("samples", [[-1], [21], [0, 21]])
-def test_sample_numbers_out_of_range_are_refused(store, samples):
-    with pytest.raises(IndexError, match=r"must lie in \[0, 21\)"):
-        store.read(np.array(samples))
-
-
-@pytest.fixture
-def foreign_store(tmp_path):
-    """Dense features transformed already, raw ids unknown."""
-    with StoreWriter(tmp_path / "store", dense_transform="none") as writer:
-        writer.append(
-            np.array([0, 1, 0], np.int8),
-            np.array([[0.5], [-2.25], [7.0]], np.float32),
-            np.array([[0], [4], [1]], np.int32),
-        )
-        writer.finish(
-            dense_names=["int_0"],
-            table_sizes={"cat_0": 5},
-            splits=classic_splits(3),
-            about={"convention": "torchrec", "sources": []},
-        )
-    return Store(tmp_path / "store")
-
-
-def test_floats_are_read_as_they_are_and_unknown_ids_are_none(foreign_store):
-    batch = foreign_store.read(np.array([2, 1]))
-
-    assert batch.dense_features.tolist() == [[7.0], [-2.25]]
-    assert foreign_store.ids is None
-    assert foreign_store.table_sizes == {"cat_0": 5}
-    assert not (foreign_store.path / "ids.bin").exists()
-    assert "num_rows=5" in repr(foreign_store)
-
-
-def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path):
-    class FullDisk:
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        close = fileno = write_through = lambda self: self.write(b"")
-
-    def fail():
-        with StoreWriter(tmp_path / "store") as writer:
-            writer._files["labels"].close()
-            writer._files["labels"] = FullDisk()
-            writer.append(
-                np.zeros(1, np.int8), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32)
-            )
-
-    with pytest.raises(OSError, match="No space left"):
-        fail()
+    monkeypatch.setattr("recsys.datasets.store_writer.flush_to_disk", fail)
+    with new_writer(tmp_path / "store") as writer:
+        expected.append_to(writer, range(NUM_SAMPLES))
+        with pytest.raises(OSError, match="No space left"):
+            finish(writer)
 
     assert list(tmp_path.iterdir()) == []
 
@@ -119,40 +277,6 @@ def test_a_folder_that_a_killed_writer_left_is_named(tmp_path):
 
     with pytest.raises(AlreadyExists, match=re.escape(f"rm -r '{left}'")):
         StoreWriter(tmp_path / "my store")
-
-    assert left.is_dir()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sources": [{"sha256": "0" * 64}]},
-        {"convention": "torchrec"},
-        {"num_embeddings": {"cat_0": 4, "cat_1": 6, "cat_2": 5}},
-        {"num_embeddings": {"cat_1": 5, "cat_0": 5, "cat_2": 5}},
-        {"splits": {"train": [0, 17], "test": [17, 20], "validation": [20, 21]}},
-    ],
-)
-def test_stores_of_other_raw_bytes_tables_or_splits_have_another_fingerprint(store, change):
-    before = store.fingerprint
-    meta = json.loads((store.path / "meta.json").read_text())
-    (store.path / "meta.json").write_text(json.dumps(meta | change))
-
-    assert Store(store.path).fingerprint != before
-
-
-def test_stores_with_other_bounds_of_their_ids_are_other_data(store):
-    meta = json.loads((store.path / "meta.json").read_text())
-    fingerprints = {store.fingerprint}
-    for bound in (7, 2**32 - 1):
-        (store.path / "meta.json").write_text(json.dumps(meta | {"max_ind_range": bound}))
-
-        bounded = Store(store.path)
-
-        fingerprints.add(bounded.fingerprint)
-        assert bounded.describe()["max_ind_range"] == bound
-    assert len(fingerprints) == 3
-    assert "max_ind_range" not in store.describe()
 
 
 @pytest.mark.parametrize(
@@ -166,13 +290,32 @@ def test_the_classic_split_halves_the_last_of_seven_parts(num_samples, sizes):
     assert [*splits["train"], *splits["test"], *splits["validation"]] == list(range(num_samples))
 
 
+ARRAYS = ("labels", "dense", "sparse", "bag_values", "bag_ends", "weights", "groups", "times")
+
+
+def with_value(name, place, value):
+    """Changes a value of an array."""
+
+    def change(data):
+        array = np.frombuffer(data, {"bag_ends": np.int64, "catalog": np.int32}[name]).copy()
+        array[place] = value
+        return array.tobytes()
+
+    return name, change
+
+
 @pytest.mark.parametrize(
-    ("file", "damage"),
+    ("name", "damage"),
     [
-        *[(f"{name}.bin", lambda data: data[:-1]) for name in ("labels", "dense", "sparse", "ids")],
-        ("meta.json", lambda data: data.replace(b'"version": 1', b'"version": 99')),
+        *[(name, lambda data: data[:-1]) for name in (*ARRAYS, "catalog")],
         *[
-            ("meta.json", lambda _, text=text: text)
+            with_value("bag_ends", *at)
+            for at in ((0, -1), (18, 2**62), (17, 2**40), (18, -(2**63)), (-1, -4))
+        ],
+        *[with_value("catalog", 4, row) for row in (7, -1)],
+        ("meta", lambda data: data.replace(b'"version": 1', b'"version": 99')),
+        *[
+            ("meta", lambda _, text=text: text)
             for text in (
                 *(b"", b"[]", b"{}", b"\xff", b"[" * 100_000),
                 b'{"a":' * 100 + b"0" + b"}" * 100,
@@ -180,8 +323,32 @@ def test_the_classic_split_halves_the_last_of_seven_parts(num_samples, sizes):
         ],
     ],
 )
-def test_a_damaged_file_is_refused_by_name(store, file, damage):
-    (store.path / file).write_bytes(damage((store.path / file).read_bytes()))
+def test_a_damaged_file_is_refused_by_name(store, name, damage):
+    file = store.path / ("meta.json" if name == "meta" else f"{name}.bin")
+    file.write_bytes(damage(file.read_bytes()))
 
-    with pytest.raises(StoreError, match=file):
+    with pytest.raises(StoreError, match=file.name):
         Store(store.path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": {"label": "buy"}},
+        {"encoding": "another hash"},
+        {"features": [{**entry, "name": f"{entry['name']}_"} for entry in KEYS]},
+        {"ranking": {"item": "user", "item_features": ["item"]}},
+        {"sources": [{"sha256": "0" * 64}]},
+        {"convention": "torchrec"},
+        {"max_ind_range": 7},
+        {"num_embeddings": {"user": 7, "tag": 4, "item": 10}},
+        {"num_embeddings": {"item": 9, "tag": 4, "user": 7}},
+        {"splits": {"train": [0, 25], "test": [25, 29], "validation": [29, 30]}},
+    ],
+)
+def test_stores_of_other_sources_schemas_tables_or_splits_have_another_fingerprint(store, change):
+    before = store.fingerprint
+
+    store.meta |= change
+
+    assert store.fingerprint != before

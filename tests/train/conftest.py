@@ -1,10 +1,13 @@
-"""Small stores with bags, shared tables and weights, to train on."""
+"""Small stores with bags, shared tables and weights, to train on; classes of the user's own."""
+
+import sys
 
 import numpy as np
 import pytest
 
 from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from tests.train.resumed_runs import stop_at  # noqa: F401
+from tests.train.test_models import CUSTOM, POOLED
 
 FEATURES = (
     Feature("user", "user"),
@@ -55,3 +58,17 @@ def table_store(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def own_class(tmp_path, monkeypatch):
+    """Writes a module with a class `Sum` of the user's own, and returns its `model.name`."""
+
+    def write(attribute="pass", pool=POOLED, code=CUSTOM):
+        (tmp_path / "own_code.py").write_text(code.format(attribute=attribute, pool=pool))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "own_code", raising=False)
+        return "model.name=own_code:Sum"
+
+    yield write
+    sys.modules.pop("own_code", None)

@@ -92,7 +92,8 @@ def write_random_store(path, *, come_again):
     ends = np.cumsum([0, 3200, 1000, 200]).tolist()
     labels = np.ones(len(items), np.int8)
     labels[800:3200] = 0
-    about = {"convention": "table", "sources": [], "ranking": {"item": "item", "item_features": []}}
+    ranking = {"item": "item", "item_features": [], "repeats": come_again}
+    about = {"convention": "table", "sources": [], "ranking": ranking}
     features = (Feature("item", "item"), Feature("user", "user"))
     with StoreWriter(path, dense_transform="none", features=features, has_groups=True) as writer:
         writer.append(

@@ -1,295 +1,183 @@
-import json
-from dataclasses import asdict
+"""Evaluations: with groups, with rankings, of other data, on the way and at the end."""
 
 import numpy as np
+import pandas as pd
 import pytest
-import torch
+from pyarrow import parquet
+from sklearn.metrics import roc_auc_score
 
-from recsys.cli import main
-from recsys.config import EvalConfig, load_config, replace
+from recsys.config import load_config, replace, to_toml
+from recsys.datasets import Schema
 from recsys.datasets import write_store as write_store_of_frame
-from recsys.datasets.store import Store
-from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.errors import TrainingDiverged
-from recsys.models.batch_train import BatchTrain
-from recsys.report import format_run, write_report
-from recsys.train.build import build_model
-from recsys.train.evaluate import (
-    evaluate_run,
-    evaluate_split,
-    open_saved_model,
-    rank_items,
-    with_ranking,
-)
-from recsys.train.metrics import evaluate_groups
-from recsys.train.run_folder import RunFolder
-from recsys.train.trainer import train
-from tests.train.judged_stores import SMALL_MODEL, evaluate_logits, write_random_store, write_store
+from tests.commands import recsys
+from tests.train.judged_stores import SMALL_MODEL, write_random_store, write_store
+from tests.train.resumed_runs import evaluated, history, record_of, run
 
-PLAIN = set(evaluate_logits(np.zeros(2, np.float32), np.array([0, 1])).as_dict())
 OF_GROUPS = {"gauc", "num_groups", "num_groups_left_out"}
 OF_RANKING = {"recall_at_k", "recall_standard_error", "ndcg_at_k", "ndcg_standard_error"}
 OF_RANKING |= {"ranking_k", "num_rankings", "num_unknown_items"}
 
 
-def run(store, folder, *settings):
+def run_on(store, folder, *settings, **options):
     config = load_config(None, [*SMALL_MODEL, *settings], data=str(store.path))
-    return train(config, folder, show_progress=False)
+    return run(config, folder, **options)
 
 
-def logits_of(run_dir, split):
-    """Logits, labels and numbers of the samples of a split, all in one mini-batch."""
-    _, source, model = open_saved_model(run_dir)
-    samples = np.array(source.splits[split])
-    with torch.no_grad():
-        _, (_, logits, labels) = model(source.read(samples))
-    return logits.numpy(), labels.numpy(), samples
+def gauc_of(store, folder, split):
+    """GAUC from its definition and the predictions, and its numbers of groups."""
+    file = folder / f"{split}.parquet"
+    recsys("predict", folder, store.path, "--out", file)
+    scores = parquet.read_table(file).column("score").to_numpy()
+    samples = np.array(store.splits[split])
+    groups, labels, scores = store.groups[samples], store.labels[samples], scores[samples]
+    own = [groups == group for group in np.unique(groups)]
+    both = [each for each in own if 0 < labels[each].mean() < 1]
+    aucs = [roc_auc_score(labels[each], scores[each]) for each in both]
+    return np.average(aucs, weights=[each.sum() for each in both]), len(both), len(own) - len(both)
 
 
 def test_a_run_on_data_with_groups_has_their_metrics(tmp_path):
-    store = write_store(tmp_path / "store")
+    store, folder = write_store(tmp_path / "store"), tmp_path / "run"
 
-    record = run(store, tmp_path / "run")
+    metrics = run_on(store, folder, "eval.max_samples=60")["metrics"]
 
     for split in ("test", "validation"):
-        found = record["metrics"][split]
-        assert set(found) == PLAIN | OF_GROUPS
-        logits, labels, samples = logits_of(tmp_path / "run", split)
-        assert {name: found[name] for name in OF_GROUPS} == asdict(
-            evaluate_groups(logits, labels, store.groups[samples])
-        )
-        assert 0 < found["num_groups_left_out"] < 40
-    saved = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert (
-        saved["metrics"]
-        == record["metrics"]
-        == RunFolder(tmp_path / "run").read_record()["metrics"]
-    )
-    assert RunFolder(tmp_path / "run").read_history()[-1]["test"] == record["metrics"]["test"]
-
-
-def test_evaluations_on_the_way_have_gauc(tmp_path, monkeypatch):
-    store, expected = write_store(tmp_path / "store"), []
-
-    def evaluate_and_look(model, source, split, *arguments, **parts):
-        samples = np.array(source.splits[split])
-        with torch.no_grad():
-            _, (_, logits, labels) = model(source.read(samples))
-        first, groups = slice(60), source.groups[samples]
-        own = evaluate_groups(logits.numpy()[first], labels.numpy()[first], groups[first])
-        expected.append(asdict(own))
-        return evaluate_split(model, source, split, *arguments, **parts)
-
-    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_and_look)
-    run(store, tmp_path / "run", "eval.max_samples=60")
-
-    *on_the_way, _ = [
-        entry["validation"]
-        for entry in RunFolder(tmp_path / "run").read_history()
-        if "validation" in entry
-    ]
-
+        assert set(metrics[split]) >= OF_GROUPS
+        gauc, num_groups, num_left_out = gauc_of(store, folder, split)
+        assert metrics[split]["gauc"] == pytest.approx(gauc, abs=1e-6)
+        assert metrics[split]["num_groups"] == num_groups
+        assert metrics[split]["num_groups_left_out"] == num_left_out > 0
+    lines = history(folder)
+    assert lines[-1]["test"] == metrics["test"]
+    on_the_way = [line["validation"] for line in lines[:-1] if "validation" in line]
+    assert {found["num_samples"] for found in on_the_way} == {60}
     assert len({found["gauc"] for found in on_the_way}) > 1
-    for found, own in zip(on_the_way, expected, strict=False):
-        assert set(found) == PLAIN | OF_GROUPS
-        assert {name: found[name] for name in OF_GROUPS} == own
-        assert found["num_samples"] == 60
+    recsys("report", folder)
+    assert f"{metrics['test']['gauc']:.4f}" in (folder / "report.html").read_text()
 
 
-def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_path):
-    store = write_store(tmp_path / "store")
-    settings = ("checkpoint.every_steps=5", "eval.every_steps=3")
-    whole = run(store, tmp_path / "whole", *settings)
-    config = load_config(None, [*SMALL_MODEL, *settings], data=str(store.path))
-    train(config, tmp_path / "run", show_progress=False)
-    (tmp_path / "run" / "run.json").unlink()
+def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
+    store, folder = write_store(tmp_path / "store", is_ranked=True), tmp_path / "run"
 
-    resumed = train(config, tmp_path / "run", resume=True, checkpoint=None, show_progress=False)
+    metrics = run_on(store, folder, "eval.ranking_k=7", "eval.ranking_groups=0")["metrics"]
 
-    assert resumed["resumed"]
-    assert resumed["metrics"] == whole["metrics"]
-
-
-def test_a_saved_model_evaluates_to_the_metrics_of_its_run(tmp_path):
-    store = write_store(tmp_path / "store", is_ranked=True)
-    record = run(store, tmp_path / "run")
-
-    found = evaluate_run(tmp_path / "run")
-    status = main(["evaluate", str(tmp_path / "run"), "--json", str(tmp_path / "found.json")])
-
-    assert status == 0
-    assert {split: each.as_dict() for split, each in found.items()} == record["metrics"]
-    assert json.loads((tmp_path / "found.json").read_text())["metrics"] == record["metrics"]
+    for found in metrics.values():
+        assert set(found) >= OF_GROUPS | OF_RANKING
+        assert (found["auc"], found["gauc"], found["num_groups"]) == (None, None, 0)
+        assert 0 < found["recall_at_k"] < 1
+    assert evaluated(folder) == metrics
+    recsys("report", folder)
+    page = (folder / "report.html").read_text()
+    assert "recall at 7" in page
+    assert f"{metrics['test']['recall_at_k']:.4f}" in page
 
 
 def test_a_model_is_evaluated_on_another_store(tmp_path):
-    run(write_store(tmp_path / "store"), tmp_path / "run")
+    run_on(write_store(tmp_path / "store"), tmp_path / "run")
     other = write_store(tmp_path / "other", seed=1, num_samples=1400)
 
-    found = evaluate_run(tmp_path / "run", str(other.path))
+    found = evaluated(tmp_path / "run", "--data", other.path)["test"]
 
-    _, _, model = open_saved_model(tmp_path / "run")
-    expected = evaluate_split(model, other, "test", batch_size=64)
-    assert found["test"].auc == expected.auc
-    assert found["test"].groups == expected.groups
-    assert found["test"].num_samples == 200
-    assert found["test"].groups.num_groups > 0
+    gauc, num_groups, _ = gauc_of(other, tmp_path / "run", "test")
+    assert (found["num_samples"], found["num_groups"]) == (200, num_groups)
+    assert found["gauc"] == pytest.approx(gauc, abs=1e-6)
 
 
 def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypatch):
-    from recsys.train.build import build_model
-
-    run(write_store(tmp_path / "store"), tmp_path / "run")
-    folder = RunFolder.open(tmp_path / "run")
-    folder.write_config(replace(folder.read_config(), device="cuda", budget="6KiB"))
-    table_devices = []
-
-    def build(*arguments, table_device):
-        table_devices.append(table_device)
-        return build_model(*arguments, table_device=table_device)
-
-    monkeypatch.setattr("recsys.train.evaluate.build_model", build)
+    folder = tmp_path / "run"
+    record = run_on(write_store(tmp_path / "store"), folder)
+    config = replace(load_config(folder / "config.toml"), device="cuda", budget="6KiB")
+    (folder / "config.toml").write_text(to_toml(config))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     with pytest.warns(UserWarning, match="no room for all tables.* on 'cpu'"):
-        config, _, model = open_saved_model(tmp_path / "run")
-
-    assert (config.device, table_devices) == ("cpu", ["meta"])
-    assert {each.device.type for each in model.state_dict().values()} == {"cpu"}
-
-
-@pytest.mark.usefixtures("whole_pictures")
-def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
-    store = write_store(tmp_path / "store", is_ranked=True)
-
-    record = run(store, tmp_path / "run", "eval.ranking_k=5", "eval.ranking_groups=0")
-
-    _, _, model = open_saved_model(tmp_path / "run")
-
-    for split in ("test", "validation"):
-        found = record["metrics"][split]
-        assert set(found) == PLAIN | OF_GROUPS | OF_RANKING
-        assert (found["auc"], found["gauc"], found["num_groups"]) == (None, None, 0)
-        with torch.no_grad():
-            expected = rank_items(model, store, split, k=5, most_questions=0, batch_size=10_000)
-        assert {name: found[name] for name in OF_RANKING} == pytest.approx(asdict(expected))
-        assert 0 < found["recall_at_k"] < 1
-
-
-@pytest.mark.parametrize(("is_ranked", "metric"), [(False, "gauc"), (True, "recall_at_k")])
-def test_reports_show_metrics_of_groups_and_rankings(tmp_path, is_ranked, metric):
-    record = run(
-        write_store(tmp_path / "store", is_ranked=is_ranked), tmp_path / "run", "eval.ranking_k=7"
-    )
-
-    for found in (write_report(tmp_path / "run").read_text(), format_run(record, tmp_path / "run")):
-        assert f"{record['metrics']['test'][metric]:.4f}" in found
-        assert ("recall at 7" in found) == is_ranked
+        assert evaluated(folder) == record["metrics"]
 
 
 @pytest.mark.outside_ci
 @pytest.mark.parametrize(("come_again", "k"), [(True, 6), (False, 4)])
 def test_rankings_of_random_items_are_at_the_level_of_chance(tmp_path, come_again, k):
     store = write_random_store(tmp_path / "store", come_again=come_again)
-    run(
-        store,
-        tmp_path / "run",
-        "optimizer.name=adagrad",
-        "optimizer.lr=0.1",
-        "epochs=10",
-        "eval.every_steps=500",
+    settings = ("optimizer.name=adagrad", "optimizer.lr=0.1", "epochs=10", "eval.every_steps=500")
+    record = run_on(
+        store, tmp_path / "run", *settings, f"eval.ranking_k={k}", "eval.ranking_groups=0"
     )
-    _, source, model = open_saved_model(tmp_path / "run")
-    source.meta["ranking"]["repeats"] = come_again
-    config = EvalConfig(ranking_k=k, ranking_groups=0)
-
-    found = evaluate_split(model, source, "test", batch_size=1000)
-    ranking = with_ranking(found, model, source, "test", config).ranking
 
     # It knows what each user had in training, which says nothing of the test part.
-    assert evaluate_split(model, source, "train", batch_size=1000).auc > 0.7
+    aucs = [line["train_auc"] for line in history(tmp_path / "run") if "train_auc" in line]
+    assert aucs[-1] > 0.7
     # k of 60 candidates, or of the 40 that are new. Each of 1,000 answers is found with this chance
     # whatever the ranking, so the standard deviation of the mean is 0.0095.
-    assert ranking.num_rankings == 1000
-    assert ranking.recall_at_k == pytest.approx(0.1, abs=0.035)
+    assert record["metrics"]["test"]["num_rankings"] == 1000
+    assert record["metrics"]["test"]["recall_at_k"] == pytest.approx(0.1, abs=0.035)
 
 
 def test_a_store_like_another_of_positives_alone_is_not_ranked(tmp_path):
-    pd = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
     rng = np.random.default_rng(0)
     frame = pd.DataFrame(
         {"user": rng.integers(0, 20, 300).astype(str), "item": rng.integers(0, 30, 300).astype(str)}
     )
-    (tmp_path / "schema.toml").write_text(
-        'group = "user"\n[categorical.user]\n[categorical.item]\n[negatives]\nitem = "item"\n'
-    )
-    write_store_of_frame(frame, tmp_path / "schema.toml", tmp_path / "store")
-    run(Store(tmp_path / "store"), tmp_path / "run")
+    columns = {"user": {}, "item": {}}
+    schema = {"group": "user", "categorical": columns, "negatives": {"item": "item"}}
+    store = write_store_of_frame(frame, Schema.from_dict(schema), tmp_path / "store")
+    run_on(store, tmp_path / "run")
     write_store_of_frame(frame[:50], None, tmp_path / "new", like=tmp_path / "store")
 
-    with pytest.warns(UserWarning, match="new has no training part: what its groups chose before"):
-        found = evaluate_run(tmp_path / "run", str(tmp_path / "new"))
+    with pytest.warns(UserWarning, match="no training part"):
+        found = evaluated(tmp_path / "run", "--data", tmp_path / "new")["test"]
 
-    assert found["test"].num_samples == 50
-    assert found["test"].ranking is None
-
-
-def test_a_model_is_in_training_mode_after_an_evaluation_that_failed(tmp_path):
-    store = write_store(tmp_path / "store", is_ranked=True)
-    model, _ = build_model(load_config(None, SMALL_MODEL, data=str(store.path)), store)
-    found = evaluate_split(model, store, "test", batch_size=100)
-    with torch.no_grad():
-        next(model.model.over_arch.parameters()).fill_(torch.nan)
-
-    with pytest.raises(TrainingDiverged, match=r"test: .* logits are not finite"):
-        evaluate_split(model, store, "test", batch_size=100)
-    assert model.training
-    with pytest.raises(TrainingDiverged, match=r"test, ranking: .* scores are not finite"):
-        with_ranking(found, model, store, "test", EvalConfig())
-    assert model.training
+    assert found["num_samples"] == 50
+    assert "recall_at_k" not in found
 
 
-class Always(torch.nn.Module):
-    """Returns the same number for every sample."""
+OWN = """
+import torch
 
-    def __init__(self, number):
+class Sum(torch.nn.Module):
+    def __init__(self, embeddings, num_dense):
         super().__init__()
-        self.number = torch.nn.Parameter(torch.tensor(float(number)))
+        self.embeddings = embeddings
+        self.number = torch.nn.Parameter(torch.tensor({number}))
 
     def forward(self, batch):
-        return self.number.expand(len(batch.labels))
+        zeros = self.embeddings(batch.sparse_features).values().sum(1) * 0
+        return zeros + self.number {more}
+"""
 
 
-@pytest.mark.parametrize(
-    ("number", "is_told"), [(0.25, True), (-1.1, False), (1.1, False)], ids=["share", "low", "high"]
-)
-def test_a_model_that_returns_probabilities_is_told(number, is_told, recwarn):
-    source = SyntheticCriteo(num_samples=2000)
+@pytest.fixture
+def own_config(own_class, small_config):
+    """A configuration of a model that returns a number for each sample, and more settings."""
 
-    evaluate_split(BatchTrain(Always(number)), source, "test", batch_size=64)
+    def build(number, more="", *settings):
+        code = OWN.replace("{number}", number).replace("{more}", more)
+        return small_config(own_class(code=code), *settings)
 
-    told = [str(each.message) for each in recwarn]
-    assert [each for each in told if "forward ends with a sigmoid" in each] == told
-    assert bool(told) == is_told
+    return build
 
 
-class Noisy(torch.nn.Module):
-    """Adds noise to every prediction, in evaluation mode as well."""
+@pytest.mark.parametrize("number", ["0.25", "-1.1", "1.1"])
+def test_a_model_that_returns_probabilities_is_reported(own_config, tmp_path, recwarn, number):
+    run(own_config(number, "", "optimizer.lr=1e-9"), tmp_path / "run")
 
-    def __init__(self):
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, batch):
-        return self.bias + torch.randn(len(batch.labels))
+    found = [each for each in recwarn if "forward ends with a sigmoid" in str(each.message)]
+    assert bool(found) == (number == "0.25")
 
 
-def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_are():
-    source = SyntheticCriteo(num_samples=2000)
-    before = torch.get_rng_state()
+def test_an_evaluation_leaves_the_random_numbers_of_training_as_they_are(own_config, tmp_path):
+    losses = []
+    for every in (4, 14):
+        config = own_config("0.25", "+ torch.rand(len(batch))", f"eval.every_steps={every}")
+        run(config, tmp_path / str(every))
+        lines = history(tmp_path / str(every))
+        losses.append([line["train_loss"] for line in lines if "train_loss" in line])
 
-    found = evaluate_split(BatchTrain(Noisy()), source, "test", batch_size=64)
+    assert losses[0] == losses[1]
 
-    assert 0.3 < found.auc < 0.7
-    assert torch.equal(torch.get_rng_state(), before)
+
+def test_logits_that_are_not_finite_end_the_run(own_config, tmp_path):
+    with pytest.raises(TrainingDiverged, match=r"validation: .* logits are not finite"):
+        run(own_config("0.25", "/ self.training", "eval.every_steps=4"), tmp_path / "run")
+
+    assert record_of(tmp_path / "run")["status"] == "diverged"

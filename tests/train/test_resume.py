@@ -7,20 +7,20 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from recsys.pipeline.stalls import stage_seconds
-from recsys.train.checkpoint.format import PieceWriter
 from tests.train.resumed_runs import (
     CASES,
     SETTINGS,
     TIERED,
+    before_each,
     history,
+    load_model,
     require_same_run,
     run,
     run_and_resume,
 )
 
+NOT_TRAINING = ("binding", "compile_seconds", "evaluate_seconds")
 LONG = ("synthetic.num_samples=2100",)
 
 
@@ -33,7 +33,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(small_config, tmp_path, stop_at,
     stops = [(7, None), (13, signal.SIGINT), (num_steps // 2 + 6, None), (num_steps - 1, None)]
     record = run_and_resume(config, tmp_path / "run", stops, stop_at)
 
-    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+    require_same_run(tmp_path / "run", tmp_path / "whole")
     assert [each["step"] for each in record["resumed"]] == [
         4,
         13,
@@ -43,13 +43,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(small_config, tmp_path, stop_at,
 
 
 CHANGES = {
-    "another budget": (TIERED, ("budget=32KiB",)),
     "no budget": (TIERED, ("budget=",)),
     "a budget": (("batch_size=64",), ("budget=24KiB",)),
-    "rows in files": (TIERED, ("cold_tier=file",)),
+    "rows in files": (TIERED, ("cold_tier=file", "budget=32KiB")),
     "rows in memory": ((*TIERED, "cold_tier=file"), ("cold_tier=host",)),
     "another schedule": (TIERED, ("schedule=sequential",)),
-    "another depth": (TIERED, ("schedule.lookahead.depth=4",)),
     "checkpoints by time": (TIERED, ("checkpoint.every_seconds=0.02", "checkpoint.every_steps=0")),
 }
 
@@ -67,22 +65,19 @@ def test_where_rows_lie_and_when_they_are_fetched_may_change(
     stops = [(13, signal.SIGTERM), (22, None)]
     run_and_resume(config, tmp_path / "run", stops, stop_at, other, config)
 
-    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+    require_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.in_ci("lookahead-every_seconds=0.01")
-@pytest.mark.parametrize("every", ["every_steps=3", "every_seconds=0.01", "every_seconds=0"])
-@pytest.mark.parametrize("case", ["resident", "lookahead"])
-def test_checkpoints_change_no_number_of_a_run(small_config, tmp_path, case, every):
-    config = small_config(*SETTINGS, *CASES[case], "checkpoint.every_steps=0")
-    with_checkpoints = small_config(*SETTINGS, *CASES[case], f"checkpoint.{every}")
+@pytest.mark.parametrize("every", ["every_seconds=0.01", "every_seconds=0"])
+def test_checkpoints_change_no_number_of_a_run(small_config, tmp_path, every):
+    case = (*SETTINGS, *CASES["lookahead"])
+    run(small_config(*case, "checkpoint.every_steps=0"), tmp_path / "without")
 
-    run(config, tmp_path / "without")
-    record = run(with_checkpoints, tmp_path / "with")
+    record = run(small_config(*case, f"checkpoint.{every}"), tmp_path / "with")
 
     assert not (tmp_path / "without" / "checkpoints").exists()
     assert record["checkpoints"]["num_saved"] >= 2
-    require_same_run(config, tmp_path / "with", tmp_path / "without", has_checkpoints=False)
+    require_same_run(tmp_path / "with", tmp_path / "without", has_checkpoints=False)
 
 
 def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
@@ -90,16 +85,12 @@ def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
 ):
     config = small_config(*SETTINGS)
     run(config, tmp_path / "whole")
-    write = PieceWriter.write_rows
 
-    def write_slowly(*given):
-        time.sleep(0.05)  # longer than a step
-        write(*given)
-
-    monkeypatch.setattr(PieceWriter, "write_rows", write_slowly)
+    writes = "recsys.train.checkpoint.format:PieceWriter.write_rows"
+    before_each(monkeypatch, writes, lambda *_: time.sleep(0.05))  # longer than a step
     run_and_resume(config, tmp_path / "run", [(7, None)], stop_at)
 
-    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+    require_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.outside_ci
@@ -111,14 +102,13 @@ def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_p
     stops = [(13, signal.SIGINT), (40, None)]
     record = run_and_resume(config, tmp_path / "run", stops, stop_at)
 
-    expected = load_file(tmp_path / "whole" / "model.safetensors")
-    for key, found in load_file(tmp_path / "run" / "model.safetensors").items():
+    expected = load_model(tmp_path / "whole")
+    for key, found in load_model(tmp_path / "run").items():
         torch.testing.assert_close(found, expected[key], rtol=1e-3, atol=1e-4)
-    lines, expected_lines = history(tmp_path / "run"), history(tmp_path / "whole")
-    assert [each["step"] for each in lines] == [each["step"] for each in expected_lines]
+    ours, theirs = (history(tmp_path / name) for name in ("run", "whole"))
+    assert [each["step"] for each in ours] == [each["step"] for each in theirs]
     assert record["schedule"]["learning_steps"] == whole["schedule"]["learning_steps"]
     assert record["schedule"]["num_promoted"] >= whole["schedule"]["num_promoted"] / 2
-    assert 0 < record["schedule"]["split_step_share"] <= 1
 
 
 def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path, stop_at):
@@ -131,16 +121,13 @@ def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path
     assert whole["resumed"] == []
     assert record["checkpoints"]["num_saved"] > 0
     assert record["throughput"]["num_samples"] == whole["throughput"]["num_samples"] == 3600
-    stages = stage_seconds(record["stalls"])
-    del stages["evaluate"]
-    assert sum(stages.values()) == pytest.approx(record["throughput"]["train_seconds"])
-    assert stages["checkpoint"] > 0
+    stalls = record["stalls"]
+    seconds = [value for key, value in stalls.items() if key not in NOT_TRAINING]
+    assert sum(seconds) == pytest.approx(record["throughput"]["train_seconds"])
+    assert stalls["checkpoint_seconds"] > 0
     lines = (tmp_path / "run" / "history.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["train_seconds"] for line in lines]
     assert seconds == sorted(seconds)
-    assert record["tiers"]["lookup_hit_rate"] == pytest.approx(
-        whole["tiers"]["lookup_hit_rate"], abs=0.05
-    )
     assert record["tiers"]["fetched_bytes"] >= whole["tiers"]["fetched_bytes"]
     assert record["tiers"]["num_lookups"] == whole["tiers"]["num_lookups"]
 
@@ -151,7 +138,7 @@ def test_a_resumed_run_keeps_the_number_of_threads_that_was_chosen_for_it(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     busy = iter([len(os.sched_getaffinity(0)), 0])
     monkeypatch.setattr("recsys._support.machine._busy_cores", lambda: next(busy))
-    config = small_config(*SETTINGS, *LONG, "num_threads=0")
+    config = small_config(*SETTINGS, "num_threads=0")
 
     record = run_and_resume(config, tmp_path / "run", [(13, signal.SIGINT)], stop_at)
 

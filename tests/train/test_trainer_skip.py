@@ -1,23 +1,18 @@
-"""Runs that skip: what they record, and that a resumed one is the uninterrupted one."""
+"""Runs that skip, and FAE's schedule: what they record; a resumed one is the uninterrupted one."""
 
-import json
 import os
 import signal
+from itertools import pairwise
 
 import pytest
-from safetensors.torch import load_file
 
-from recsys.config import replace
-from recsys.embeddings import StalenessTracker
 from recsys.errors import BudgetTooSmall, ConfigError
-from recsys.train.build import open_source
-from tests.train.budgets import fast_memory_of
 from tests.train.resumed_runs import (
-    Progress,
-    build_model,
+    before_each,
     history,
     last_state,
-    require_same,
+    load_model,
+    require_equal,
     require_same_run,
     run,
     run_and_resume,
@@ -64,8 +59,8 @@ NEEDS = {
         "schedule.fae.adaptive=false",
     ),
 }
-WITHOUT_ROWS = ("importance", "random_drop", "paper")
 TIERED = ("synthetic.table_sizes=[9, 7, 1, 900]", "budget=24KiB", "schedule.lookahead.depth=3")
+FAE = ("schedule=fae", "budget='5000'", "batch_size=16", "num_threads=1")
 
 
 @pytest.fixture
@@ -98,38 +93,32 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
     stops = [(5, None), (45, signal.SIGINT), (80, None), (num_steps - 1, None)]
     record = run_and_resume(config, tmp_path / "run", stops, stop_at)
 
-    require_same_run(config, tmp_path / "run", tmp_path / "whole")
-    require_same(record["skipped"], expected["skipped"])
-    states = [last_state(config, tmp_path / name)[1]["pipeline"] for name in ("run", "whole")]
-    require_same(*(state["skipping"] for state in states))
-    has_skipped = expected["skipped"]["num_skipped"] > 0
-    assert has_skipped == (policy in ("drop_input", "subsample", *WITHOUT_ROWS))
+    require_same_run(tmp_path / "run", tmp_path / "whole")
+    require_equal(record["skipped"], expected["skipped"])
+    states = [last_state(tmp_path / name)[-1]["pipeline"] for name in ("run", "whole")]
+    require_equal(*(state["skipping"] for state in states))
+    skipped = expected["skipped"]
+    assert skipped["policy"]["name"] == policy
+    assert (skipped["num_skipped"] > 0) == (policy not in ("observe", "freeze_rows"))
+    assert (skipped["share_lookups_left_out"] > 0.01) == (policy == "freeze_rows")
 
 
 @pytest.mark.outside_ci
 @pytest.mark.parametrize("policy", ["drop_input", "freeze_rows"])
-def test_where_rows_lie_and_when_they_are_fetched_may_change(
+def test_where_rows_lie_and_how_many_epochs_there_are_may_change(
     skip_config, tmp_path, stop_at, policy
 ):
     config = skip_config(policy, *TIERED)
-    run(config, tmp_path / "whole")
+    expected = run(config, tmp_path / "whole")
 
     stops = [(45, signal.SIGTERM), (90, None)]
-    others = ("budget=28KiB", "schedule.lookahead.depth=6"), ("budget=", "schedule=")
-    changed = [skip_config(policy, *TIERED, *other) for other in others]
-    run_and_resume(config, tmp_path / "run", stops, stop_at, *changed)
+    others = ("epochs=2", "budget=28KiB"), ("epochs=2", "budget=", "schedule="), ("budget=",)
+    first, *changed = [skip_config(policy, *TIERED, *other) for other in others]
+    run_and_resume(first, tmp_path / "run", stops, stop_at, *changed)
+    record = run(config, tmp_path / "run", resume=True)
 
-    require_same_run(config, tmp_path / "run", tmp_path / "whole")
-
-
-def test_the_budget_pays_for_the_tracker(skip_config):
-    config = skip_config("drop_input", *TIERED)
-    model, _ = build_model(config, open_source(config))
-    tracker = StalenessTracker(model, config.skip.staleness.settings())
-
-    assert 0 <= 24 * 1024 - fast_memory_of(model, config) - tracker.num_bytes < 100
-    with pytest.raises(BudgetTooSmall, match="max_rows"):
-        build_model(replace(config, budget="2KiB"), open_source(config))
+    require_equal(load_model(tmp_path / "run"), load_model(tmp_path / "whole"))
+    require_equal(record["skipped"], expected["skipped"])
 
 
 PLANNED = (
@@ -145,21 +134,17 @@ def test_a_run_that_skips_nothing_is_the_run_without_skipping(skip_config, small
     record = run(skip_config("observe", *PLANNED), tmp_path / "observe")
 
     assert plain["skipped"] is None
-    assert "num_trained_samples" not in plain["throughput"]
     observed = history(tmp_path / "observe")
     for line in observed:
         assert line.pop("num_trained_samples") == line["num_samples"]
     assert observed == history(tmp_path / "plain")
     assert record["metrics"] == plain["metrics"]
-    counts = {key: plain["throughput"][key] for key in ("num_samples", "num_steps")}
-    assert counts.items() <= record["throughput"].items()
 
 
 def test_what_is_planned_by_steps_goes_by_the_samples_seen(skip_config, tmp_path):
     record = run(skip_config("random_drop", *PLANNED), tmp_path / "run")
 
     skipped, throughput = record["skipped"], record["throughput"]
-    assert record["status"] == "finished"
     assert throughput["num_samples"] == skipped["num_seen"] == 5400
     assert throughput["num_trained_samples"] == 5400 - skipped["num_skipped"]
     assert 0.37 < skipped["share_skipped"] < 0.43
@@ -174,68 +159,61 @@ def test_what_is_planned_by_steps_goes_by_the_samples_seen(skip_config, tmp_path
     assert reports[-1]["num_trained_samples"] == throughput["num_trained_samples"]
 
 
-def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_path, monkeypatch):
-    rates = []
-    add = Progress.add
+def test_learning_rates_go_by_the_samples_seen(skip_config, tmp_path, monkeypatch):
+    found = []
 
-    def add_and_note(progress, *step):
-        rates.append((progress.num_samples, optimizers[0].param_groups[0]["lr"]))
-        add(progress, *step)
+    def note(trainer):
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        found.append((trainer.progress.num_samples, rate))
 
-    optimizers = []
-    build = build_model
-
-    def build_and_note(*arguments):
-        model, found = build(*arguments)
-        optimizers[:] = found
-        return model, found
-
-    monkeypatch.setattr(Progress, "add", add_and_note)
-    monkeypatch.setattr("recsys.train.trainer.build_model", build_and_note)
+    before_each(monkeypatch, "recsys.train.trainer:Trainer._set_rates", note)
     settings = ("epochs=1", "lr_schedule.decay=linear", "checkpoint.every_steps=0")
     run(skip_config("random_drop", *settings), tmp_path / "run")
 
-    for seen, rate in rates:
-        full_steps = 57 if seen == 1800 else seen // 32
-        assert rate == pytest.approx(0.1 * (1 - full_steps / 57))
+    for (seen, _), (_, rate) in pairwise(found):
+        assert rate == pytest.approx(0.1 * (1 - (57 if seen == 1800 else seen // 32) / 57))
 
 
-@pytest.mark.in_ci("share")
 @pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("share=0.3", r"drop_input\.share 0\.3: it was trained with 0\.4"),
-        ("guard.logloss=0.1", r"cannot continue with skip\.drop_input\.guard\.logloss 0\.1"),
-        ("staleness.min_updates=3", r"skip\.drop_input\.staleness\.min_updates 3"),
-    ],
+    ("setting", "error", "name"),
+    [("budget=5KiB", BudgetTooSmall, "budget"), ("plan=plan.npz", ConfigError, "plan")],
 )
-def test_what_is_skipped_may_not_change_on_resume(skip_config, tmp_path, stop_at, setting, message):
-    stop_at((10, signal.SIGINT))
-    run(skip_config("drop_input"), tmp_path / "run")
-
-    config = skip_config("drop_input", f"skip.drop_input.{setting}")
-    with pytest.raises(ConfigError, match=message):
-        run(config, tmp_path / "run", resume=True)
+def test_a_budget_that_is_too_small_and_a_plan_are_refused_by_the_published_policy(
+    skip_config, tmp_path, setting, error, name
+):
+    with pytest.raises(error, match=name):
+        run(skip_config("paper", setting), tmp_path / "run")
 
 
-@pytest.mark.outside_ci
-def test_a_run_that_skips_is_continued_for_more_epochs(skip_config, tmp_path):
-    run(skip_config("drop_input", "epochs=2"), tmp_path / "run")
+def test_the_published_policy_records_its_decisions(skip_config, tmp_path):
+    skipped = run(skip_config("paper", "epochs=2"), tmp_path / "run")["skipped"]
 
-    record = run(skip_config("drop_input"), tmp_path / "run", resume=True)
-
-    assert record["skipped"]["num_seen"] == 5400
-    expected = run(skip_config("drop_input"), tmp_path / "whole")
-    require_same(record["skipped"], expected["skipped"])
-    models = [load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole")]
-    require_same(*models)
+    first, second = skipped["paper"]["decisions"]
+    assert (first["epoch"], second["epoch"]) == (0, 1)
+    assert sum(first["num_stale_rows"].values()) <= first["num_hot_rows"]
 
 
-@pytest.mark.in_ci("freeze_rows")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_run_tells_what_it_has_skipped(skip_config, tmp_path, policy):
-    run(skip_config(policy, "checkpoint.every_steps=0"), tmp_path / "run")
+@pytest.mark.parametrize(
+    ("settings", "is_adaptive"),
+    [(("schedule.fae.rate=8", "schedule.fae.patience=1"), True), ((), False)],
+)
+def test_the_validation_loss_steers_the_rate_of_fae_unless_it_is_fixed(
+    small_config, tmp_path, settings, is_adaptive
+):
+    adaptive = f"schedule.fae.adaptive={str(is_adaptive).lower()}"
+    found = run(small_config(*FAE, *settings, adaptive), tmp_path / "run")["schedule"]
 
-    skipped = json.loads((tmp_path / "run" / "run.json").read_text())["skipped"]
-    assert skipped["policy"]["name"] == policy
-    assert (skipped["share_lookups_left_out"] > 0.01) == (policy == "freeze_rows")
+    assert (found["name"], 0 < found["hot_sample_share"] < 1) == ("fae", True)
+    if is_adaptive:
+        assert found["num_swaps"] > 3
+        assert found["rate"] != 8
+    else:
+        assert (found["rate"], found["num_swaps"]) == (50.0, 0)
+
+
+def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):
+    with pytest.warns(UserWarning, match="no cold tier is needed"):
+        record = run(small_config(*FAE, "budget=1MiB"), tmp_path / "run")
+
+    assert record["schedule"]["hot_sample_share"] == 1
+    assert load_model(tmp_path / "run")

@@ -1,14 +1,13 @@
 """Stores of Criteo's files, and of its 1TB days: modulo, splits, what a failed run leaves."""
 
 import gzip
+import hashlib
 import math
 
 import numpy as np
 import pytest
 
-from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
-from recsys.datasets.store import Store
-from recsys.datasets.store_writer import classic_splits
+from recsys.datasets import Store, prepare_criteo_1tb, prepare_criteo_kaggle
 from recsys.errors import DatasetFormatError
 
 
@@ -54,7 +53,7 @@ def oracle(text, max_ind_range=None):
         "sparse": rows,
         "ids": [raw_id for seen in rows_of_ids for raw_id in seen],
         "sizes": [len(seen) for seen in rows_of_ids],
-        "splits": classic_splits(len(labels)),
+        "splits": splits_of_last(len(labels), len(labels) // 7),
     }
 
 
@@ -65,14 +64,14 @@ def assert_store_is(store, expected):
     assert store.splits == expected["splits"]
 
 
-def splits_of_days(*sizes):
-    """All days but the last one are for training."""
-    train, total = sum(sizes[:-1]), sum(sizes)
-    test = train + math.ceil(sizes[-1] / 2)
+def splits_of_last(num_samples, num_last):
+    """All samples but the last ones are for training; a single day is as Kaggle's file."""
+    train = num_samples - num_last
+    test = train + math.ceil(num_last / 2)
     return {
         "train": range(train),
         "test": range(train, test),
-        "validation": range(test, total),
+        "validation": range(test, num_samples),
     }
 
 
@@ -83,7 +82,7 @@ def prepare(paths, out, **options):
 @pytest.mark.parametrize("max_ind_range", [None, 1, 7, 2**32 - 1, 2**32, 2**40])
 def test_days_are_prepared_as_the_oracle_says(days, tmp_path, max_ind_range):
     expected = oracle("".join(path.read_text() for path in days), max_ind_range)
-    expected["splits"] = splits_of_days(25, 26, 27)
+    expected["splits"] = splits_of_last(78, 27)
 
     report = prepare(days, tmp_path / "store", max_ind_range=max_ind_range)
 
@@ -91,13 +90,20 @@ def test_days_are_prepared_as_the_oracle_says(days, tmp_path, max_ind_range):
     assert_store_is(store, expected)
     assert (report.num_samples, report.num_rows) == (len(store.labels), len(store.ids))
     assert store.meta.get("max_ind_range") == max_ind_range
-    assert [source["num_samples"] for source in store.meta["sources"]] == [25, 26, 27]
+    sources = store.meta["sources"]
+    assert [source["num_samples"] for source in sources] == [25, 26, 27]
+    assert sources[0]["num_bytes"] == days[0].stat().st_size
+    assert sources[0]["sha256"] == hashlib.sha256(days[0].read_bytes()).hexdigest()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["day_0", "day_1", "day_2", "store"]
 
 
-def test_the_first_thousand_lines_of_day_0_are_prepared_as_the_oracle_says(day_0_head, tmp_path):
+def test_the_first_lines_of_the_real_sets_are_prepared_as_the_oracle_says(
+    day_0_head, kaggle_10k, tmp_path
+):
     with gzip.open(day_0_head, "rt") as file:
         lines = file.read().splitlines(keepends=True)
+    with gzip.open(kaggle_10k, "rt") as file:
+        of_kaggle = file.read()
     texts = ["".join(lines[:400]), "".join(lines[400:799]), "".join(lines[799:])]
     paths = [tmp_path / f"day_{day}.gz" for day in range(3)]
     for path, text in zip(paths, texts, strict=True):
@@ -106,15 +112,10 @@ def test_the_first_thousand_lines_of_day_0_are_prepared_as_the_oracle_says(day_0
     prepare(paths, tmp_path / "days", max_ind_range=1000)
     prepare([day_0_head], tmp_path / "head")
 
-    expected = oracle("".join(lines), 1000) | {"splits": splits_of_days(400, 399, 201)}
+    expected = oracle("".join(lines), 1000) | {"splits": splits_of_last(1000, 201)}
     assert_store_is(Store(tmp_path / "days"), expected)
     assert_store_is(Store(tmp_path / "head"), oracle("".join(lines)))
-
-
-def test_a_single_day_is_split_as_the_kaggle_file_is(days, tmp_path):
-    prepare(days[:1], tmp_path / "store")
-
-    assert Store(tmp_path / "store").splits == classic_splits(25)
+    assert_store_is(prepare_kaggle(kaggle_10k, tmp_path / "kaggle"), oracle(of_kaggle))
 
 
 def test_an_error_in_a_later_day_leaves_nothing_behind(days, tmp_path):
@@ -137,26 +138,9 @@ def test_a_file_that_is_cut_in_its_last_value_is_refused(raw_line, tmp_path, pac
         prepare_kaggle(raw, tmp_path / "store")
 
 
-def test_a_day_may_come_in_parts(days, tmp_path):
-    parts = [path.rename(tmp_path / f"day_0_part{part}") for part, path in enumerate(days)]
-
-    prepare(parts, tmp_path / "store")
-
-    assert Store(tmp_path / "store").splits["train"] == range(25 + 26)
-
-
 def prepare_kaggle(raw, out, **options):
     prepare_criteo_kaggle([raw], out, show_progress=False, **options)
     return Store(out)
-
-
-def test_the_first_ten_thousand_lines_are_prepared_as_the_oracle_says(kaggle_10k, tmp_path):
-    with gzip.open(kaggle_10k, "rt") as file:
-        expected = oracle(file.read())
-
-    store = prepare_kaggle(kaggle_10k, tmp_path / "store")
-
-    assert_store_is(store, expected)
 
 
 def test_missing_fields_negatives_and_a_last_line_without_an_end(raw_line, tmp_path):
@@ -174,16 +158,6 @@ def test_missing_fields_negatives_and_a_last_line_without_an_end(raw_line, tmp_p
     store = prepare_kaggle(raw, tmp_path / "store")
 
     assert_store_is(store, oracle(text))
-
-
-@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_a_single_line(raw_line, tmp_path, end):
-    raw = tmp_path / "raw.txt"
-    raw.write_bytes((raw_line("1") + end).encode())
-
-    store = prepare_kaggle(raw, tmp_path / "store")
-
-    assert_store_is(store, oracle(raw_line("1")))
 
 
 def test_several_files_are_one_data_set_and_their_ends_are_line_ends(raw_line, tmp_path):
@@ -221,14 +195,3 @@ def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(tmp_path
 
     with pytest.raises(DatasetFormatError, match=r"raw\.txt"):
         prepare_kaggle(raw, tmp_path / "store")
-
-
-def test_the_store_keeps_where_it_came_from(raw_line, tmp_path):
-    raw = tmp_path / "raw.txt"
-    raw.write_text(raw_line())
-
-    store = prepare_kaggle(raw, tmp_path / "store")
-
-    (source,) = store.meta["sources"]
-    assert source["num_bytes"] == raw.stat().st_size
-    assert len(source["sha256"]) == 64

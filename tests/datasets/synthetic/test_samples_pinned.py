@@ -9,7 +9,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.datasets import SyntheticCriteo
 
 SETTINGS = {
     "plain": {},

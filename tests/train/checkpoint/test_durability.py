@@ -9,6 +9,7 @@ Three disks are replayed. Each loses what its system may lose:
 Whatever is lost, the newest complete checkpoint opens, and has its exact content.
 """
 
+import copy
 import io
 import os
 import shutil
@@ -17,8 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recsys.train.checkpoint import Checkpoints, load_checkpoint
-from tests.train.checkpoint.trainings import make_training, require_equal, set_block_bytes
+from recsys import load_checkpoint
+from tests.train.checkpoint.trainings import Training, require_equal, set_block_bytes
 
 
 class Recorder:
@@ -102,6 +103,12 @@ class Disk:
                 self.names[path] = self.flushed_names[path] = file
                 self.content[file] = self.flushed[file] = path.read_bytes()
 
+    def copy(self):
+        """Another disk with the same files."""
+        found = Disk.__new__(Disk)
+        found.__dict__ = {name: copy.copy(value) for name, value in self.__dict__.items()}
+        return found
+
     def apply(self, operation, path, more):
         if operation == "create":
             file = object()
@@ -149,68 +156,54 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("disk") / "saved"
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_block_bytes(monkeypatch, 4000)
-        training = make_training()
-        checkpoints = Checkpoints(folder, model=training.model, optimizers=training.optimizers)
-        contents, done = {}, {}
+        training, contents, done = Training(), {}, {}
+        checkpoints = training.saved(folder)
 
         def save(number):
             training.step(number)
             checkpoints.save(state=number)
-            contents[number] = training.numbers()
+            contents[number] = training.snapshot()
             checkpoints.wait()
 
         save(1)
         disk = Disk(folder)
         recorder = Recorder(monkeypatch, folder)
-        for number in range(2, 8):
+        for number in range(2, 6):
             save(number)
             done[number] = len(recorder.events)
         checkpoints.close()
+    made = {path.name[:4] for operation, path, _ in recorder.events if operation == "mkdir"}
+    assert made == {"full", "delt"}
     return SimpleNamespace(disk=disk, events=recorder.events, contents=contents, done=done)
 
 
 @pytest.mark.in_ci("strict")
 @pytest.mark.parametrize("failure", ["kill", "journal", "strict"])
 def test_after_a_failure_at_any_operation_the_newest_checkpoint_opens(recorded, tmp_path, failure):
-    Disk.__init__(disk := Disk.__new__(Disk), Path("/nowhere"))
-    start = recorded.disk
-    disk.folder = start.folder
-    for name in ("content", "flushed", "names", "flushed_names", "folders", "flushed_folders"):
-        setattr(disk, name, type(getattr(start, name))(getattr(start, name)))
+    disk, again = recorded.disk.copy(), Training(seed=1)
     restored = []
     for count, event in enumerate([None, *recorded.events]):
         if event is not None:
             disk.apply(*event)
         target = tmp_path / "after"
         disk.after(failure, target)
-        again = make_training(seed=1)
 
-        number = load_checkpoint(target, model=again.model, optimizers=again.optimizers)
+        number = load_checkpoint(target, **again.parts)
 
-        require_equal(again.numbers(), recorded.contents[number])
+        require_equal(again.snapshot(), recorded.contents[number])
         complete = [1, *(each for each, end in recorded.done.items() if end <= count)]
         assert number >= max(complete)
         restored.append(number)
         shutil.rmtree(target)
 
     assert restored == sorted(restored)
-    assert set(restored) == set(range(1, 8))
+    assert set(restored) == set(range(1, 6))
 
 
 def test_the_name_of_a_new_folder_of_checkpoints_is_flushed(tmp_path, monkeypatch):
-    recorder, training = Recorder(monkeypatch, tmp_path), make_training()
-    folder = tmp_path / "runs" / "saved"
+    recorder, folder = Recorder(monkeypatch, tmp_path), tmp_path / "runs" / "saved"
 
-    Checkpoints(folder, model=training.model, optimizers=training.optimizers).close()
+    Training().saved(folder).close()
 
     flushed = {path for operation, path, _ in recorder.events if operation == "fsync"}
     assert {tmp_path, folder.parent} <= flushed
-
-
-def test_the_recorded_checkpoints_have_a_new_full_copy(recorded):
-    kinds = [operation for operation, *_ in recorded.events]
-    made = {path.name[:4] for operation, path, _ in recorded.events if operation == "mkdir"}
-
-    assert made == {"full", "delt"}
-    assert "rmtree" in kinds
-    assert kinds.count("fsync") > 20

@@ -8,20 +8,6 @@ from recsys.datasets.numbering import MISSING, UNKNOWN, HashedRows, Numbers
 pa = pytest.importorskip("pyarrow")
 
 
-def test_texts_are_numbered_by_first_appearance():
-    numbers = Numbers("site")
-    assert numbers.number(pa.array(["b", "a", None, "b", "", "é"])).tolist() == [
-        0,
-        1,
-        MISSING,
-        0,
-        MISSING,
-        2,
-    ]
-    assert numbers.number(pa.array(["x", "é", "c"]).slice(1)).tolist() == [2, 3]
-    assert numbers.values().to_pylist() == ["b", "a", "é", "c"]
-
-
 def test_integers_are_numbered_by_first_appearance():
     numbers = Numbers("item", np.int64)
     assert numbers.number(pa.array([7, -(2**63), None, 7])).tolist() == [0, 1, MISSING, 0]
@@ -40,14 +26,8 @@ def test_a_numbering_that_does_not_grow_knows_only_its_values(kind):
         0,
     ]
     assert numbers.num_values == 1
-
-
-@pytest.mark.parametrize("kind", [pa.string(), pa.int64()])
-def test_empty_blocks_and_blocks_of_nulls(kind):
-    numbers = Numbers("x", np.int64 if kind == pa.int64() else np.uint8)
     assert numbers.number(pa.array([], kind)).tolist() == []
     assert numbers.number(pa.nulls(2, kind)).tolist() == [MISSING, MISSING]
-    assert numbers.values().to_pylist() == []
 
 
 def test_many_values_keep_their_numbers_while_the_table_grows():
@@ -95,15 +75,3 @@ def test_ids_are_numbered_by_first_appearance_over_all_calls(chunks):
 
     assert numbers.num_values == len(expected)
     assert numbers.known.tolist() == list(expected)
-
-
-def test_numbering_survives_growth_to_many_ids():
-    numbers = Numbers("ids", np.uint32)
-    ids = np.random.default_rng(0).permutation(200_000).astype(np.uint32)
-
-    first = numbers.number_array(ids.copy())
-    second = numbers.number_array(ids[::-1].copy())
-
-    np.testing.assert_array_equal(first, np.arange(200_000))
-    np.testing.assert_array_equal(second, np.arange(200_000)[::-1])
-    np.testing.assert_array_equal(numbers.known, ids)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.cli import main
 from recsys.datasets.tabular import read
 from recsys.datasets.tabular.read import TableFiles
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import DatasetFormatError
+from tests.commands import recsys, refused
 
 pytest.importorskip("pyarrow")
 
@@ -68,28 +68,28 @@ def test_a_field_that_takes_in_other_rows_is_refused(
         texts_of(path)
 
 
-def test_quotes_that_are_values_stay(tmp_path):
-    lines = ['1,"a ""b"", c"', '0,5" pipe', '1,""', '"0","x"', '1,"two\nlines"', '0,"""q"""']
-    expected = ['a "b", c', '5" pipe', None, "x", "two\nlines", '"q"']
-    assert texts_of(write(tmp_path, *lines)) == expected
+@pytest.mark.parametrize(
+    ("quote", "lines", "expected"),
+    [
+        (
+            '"',
+            ['1,"a ""b"", c"', '0,5" pipe', '1,""', '"0","x"', '1,"two\nlines"', '0,"""q"""'],
+            ['a "b", c', '5" pipe', None, "x", "two\nlines", '"q"'],
+        ),
+        (
+            "",
+            ['1,"red', "0,blue", '1,"hat"', '0,""', '1,5" x'],
+            ['"red', "blue", '"hat"', '""', '5" x'],
+        ),
+        ("'", ["1,'a, b'", "0,it's", '1,"x'], ["a, b", "it's", '"x']),
+    ],
+)
+def test_quotes_that_are_values_stay(tmp_path, quote, lines, expected):
+    assert texts_of(write(tmp_path, *lines), quote=quote) == expected
 
 
-def test_without_quoting_quotes_are_text(tmp_path):
-    path = write(tmp_path, '1,"red', "0,blue", '1,"hat"', '0,""', '1,5" x')
-    assert texts_of(path, quote="") == ['"red', "blue", '"hat"', '""', '5" x']
-    path = write(tmp_path, '1,"red', '7,"blue')
-    with pytest.raises(DatasetFormatError, match=r"a\.csv, line 3, column 'y': a label must be"):
-        texts_of(path, quote="")
-
-
-def test_another_character_may_quote(tmp_path):
-    path = write(tmp_path, "1,'a, b'", "0,it's", '1,"x')
-    assert texts_of(path, quote="'") == ["a, b", "it's", '"x']
-
-
-def test_inspect_takes_files_without_quoting(tmp_path, capsys):
+def test_inspect_takes_files_without_quoting(tmp_path):
     path = write(tmp_path, '1,"red', "0,blue", '1,"red', "0,blue")
-    assert main(["inspect", str(path)]) == 2
-    assert 'recsys inspect: --quote ""' in capsys.readouterr().err
-    assert main(["inspect", str(path), "--quote", "", "--label", "y"]) == 0
-    assert 'quote = ""\n' in capsys.readouterr().out
+
+    assert '--quote ""' in refused("inspect", path)
+    assert 'quote = ""\n' in recsys("inspect", path, "--quote", "", "--label", "y")

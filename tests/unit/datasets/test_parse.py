@@ -46,16 +46,6 @@ def test_values_are_read_missing_ones_as_zero_and_negative_ones_clipped(raw_line
     assert parsed.categories[:, 0].tolist() == expected
 
 
-def test_windows_line_ends_are_line_ends(raw_line):
-    unix = parse(f"{raw_line()}\n{raw_line('1')}\n")
-
-    windows = parse(f"{raw_line()}\r\n{raw_line('1')}\r\n")
-
-    assert windows.bad_line is unix.bad_line is None
-    assert windows.labels.tolist() == unix.labels.tolist()
-    np.testing.assert_array_equal(windows.categories, unix.categories)
-
-
 @given(st.lists(st.tuples(lines(), LINE_ENDS), max_size=6))
 def test_the_first_line_that_breaks_a_rule_is_found(pieces):
     text = "".join(line + end for line, end in pieces)
@@ -67,10 +57,3 @@ def test_the_first_line_that_breaks_a_rule_is_found(pieces):
     bad = [n for n, line in enumerate(expected_lines) if not is_good(line)]
     assert parsed.bad_line == (expected_lines[bad[0]].encode("latin-1") if bad else None)
     assert len(parsed.labels) == (bad[0] if bad else len(expected_lines))
-
-
-def test_parsing_stops_at_the_first_bad_line(raw_line):
-    parsed = parse(f"{raw_line()}\noops\n{raw_line()}\n\n")
-
-    assert parsed.bad_line == b"oops"
-    assert len(parsed.labels) == 1
