@@ -1,7 +1,7 @@
 """Runs the fuzz cases for a time, reader by reader, and writes what became of them.
 
     python tests/fuzz/fuzz.py --seconds 600 --json benchmarks/results/fuzz.json
-    python tests/fuzz/fuzz.py --reader store --seed 17     one case, with its traceback
+    python tests/fuzz/fuzz.py --reader store --first-seed 17 --seconds 0     one case
 
 Each reader has a process of its own, so a crash of the interpreter is counted, too, and memory is
 limited. Case n of a reader is always the same.
@@ -10,6 +10,7 @@ limited. Case n of a reader is always the same.
 import argparse
 import gc
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -25,12 +26,10 @@ from fuzz_runs import RUNS
 from fuzz_tables import TABLES
 from fuzz_values import VALUES
 
-from recsys._support.machine import describe_environment
-from recsys.train.run_folder import write_json
+from tests.records import write_record
 
 READERS = {reader.name: reader for reader in (*DATA, *TABLES, *RUNS, *VALUES)}
 _MEMORY_BYTES = 12 * 2**30  # of addresses: libraries reserve some that they never use
-_MOST_SHOWN = 5
 _CASES_PER_COLLECTION = 10
 
 
@@ -44,7 +43,6 @@ def main(arguments=None):
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--reader", choices=list(READERS))
-    parser.add_argument("--seed", type=int, help="run one case of --reader")
     parser.add_argument("--first-seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.reader is not None:
@@ -54,14 +52,7 @@ def main(arguments=None):
         found[name] = _run_in_process(name, options.seconds / len(READERS), options.first_seed)
         print(f"{name}: {found[name]}", flush=True)
     if options.json is not None:
-        write_json(
-            options.json,
-            {
-                "command": f"make fuzz SECONDS={options.seconds:g}",
-                "environment": describe_environment(),
-                "readers": found,
-            },
-        )
+        write_record(options.json, f"make fuzz SECONDS={options.seconds:g}", readers=found)
     return int(any(each["num_wrong"] for each in found.values()))
 
 
@@ -77,25 +68,18 @@ def _run_in_process(name, seconds, first_seed):
 
 
 def _run_reader(reader, options):
-    with suppress(ImportError):  # Windows
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     outcomes, wrong = Counter(), 0
     seed = options.first_seed
     with good_files(reader) as good:
         begin = time.monotonic()
-        if options.seed is not None:
-            sys.stderr.write(f"{run_case(reader, good, Random(options.seed))}\n")
-            return 0
-        while time.monotonic() - begin < options.seconds:
+        while seed == options.first_seed or time.monotonic() - begin < options.seconds:
             try:
                 outcomes[run_case(reader, good, Random(seed))] += 1
             except (WrongOutcomeError, TimeIsUp) as error:
                 wrong += 1
                 sys.stderr.write(f"{reader.name}, seed {seed}: {error}\n")
-                if wrong <= _MOST_SHOWN:
-                    traceback.print_exception(error)
+                traceback.print_exception(error)
             seed += 1
             if not seed % _CASES_PER_COLLECTION:
                 gc.collect()  # modules in cycles keep threads and mapped files

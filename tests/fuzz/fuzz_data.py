@@ -4,7 +4,6 @@ import gzip
 import io
 from contextlib import suppress
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 from fuzz_cases import Reader
@@ -15,16 +14,18 @@ from fuzz_mutations import (
     mutate_json,
     mutate_npy,
     mutate_npz,
+    npy,
 )
 
-from recsys.config import ModelConfig
-from recsys.datasets import Store
-from recsys.datasets.criteo import prepare_criteo_1tb, prepare_criteo_kaggle
-from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
-from recsys.embeddings import PopularityProfile, RowWiseAdagrad, plan_hot_rows
-from recsys.embeddings.popularity.plan import HotPlan
+from recsys.datasets import Store, prepare_criteo_1tb, prepare_criteo_kaggle
+from recsys.embeddings import (
+    HotPlan,
+    PopularityProfile,
+    RowWiseAdagrad,
+    TableConfig,
+    plan_hot_rows,
+)
 from recsys.errors import ProfileError
-from recsys.train.build import tables_of
 
 NUM_SAMPLES = 42
 
@@ -72,80 +73,21 @@ def raw_attack(folder, random, pack):
         elif random.random() < 0.02:
             packed = pack(bytes([random.choice(b"0\n\t")]) * (16 * 2**20))  # a bomb
         file.write_bytes(packed)
-    return partial(
-        prepare_criteo_kaggle,
-        [file],
-        folder / "store",
-        num_threads=random.choice([1, 2]),
-        show_progress=False,
-    )
+    files = [file]
+    prepare = partial(prepare_criteo_kaggle, num_threads=random.choice([1, 2]))
+    if random.random() < 0.3:
+        (folder / "day_0").write_bytes(raw_text(10, seed=1))
+        files = [folder / "day_0", file]
+        prepare = partial(prepare_criteo_1tb, max_ind_range=random.choice([None, 3]))
+    return partial(prepare, files, folder / "store", show_progress=False)
 
 
-def make_days(folder):
-    for day in range(2):
-        (folder / f"day_{day}").write_bytes(raw_text(10, seed=day))
-
-
-def attack_days(folder, random):
-    mutate_file(folder / f"day_{random.randint(0, 1)}", random, mutate_bytes)
-    return partial(
-        prepare_criteo_1tb,
-        [folder / "day_0", folder / "day_1"],
-        folder / "store",
-        max_ind_range=random.choice([None, None, 3]),
-        num_threads=1,
-        show_progress=False,
-    )
-
-
-def make_table_store(folder):
-    """A store with everything that a store may have: bags, shared tables, weights, a catalog."""
-    rng, n = np.random.default_rng(0), NUM_SAMPLES
-    features = [
-        Feature("item", "item"),
-        Feature("tags", "tag", "multi"),
-        Feature("genre", "genre"),
-        Feature("history", "item", "sequence"),
-    ]
-    lengths = rng.integers(0, 4, (n, 2))
-    with StoreWriter(
-        folder / "store",
-        dense_transform="none",
-        features=features,
-        has_weights=True,
-        has_groups=True,
-        has_times=True,
-    ) as writer:
-        writer.append(
-            rng.integers(0, 2, n),
-            rng.random((n, 2)),
-            rng.integers(0, 3, (n, 2)),
-            bag_values=rng.integers(0, 5, lengths.sum()),
-            bag_lengths=lengths,
-            weights=rng.random(n),
-            groups=rng.integers(0, 9, n),
-            times=rng.integers(0, 2**31, n),
-        )
-        writer.finish(
-            dense_names=["price", "age"],
-            table_sizes={"item": 9, "tag": 5, "genre": 3},
-            splits=classic_splits(n),
-            about={
-                "convention": "table",
-                "sources": [{"sha256": "0" * 64}],
-                "schema": {"label": "click"},
-                "ranking": {"item": "item", "item_features": ["genre"]},
-            },
-            catalog=rng.integers(0, 3, (9, 1)),
-        )
-
-
-def attack_store(folder, random):
-    arrays = sorted(path.name for path in (folder / "store").glob("*.bin"))
-    file = random.choice(["meta.json"] * len(arrays) + arrays)
-    mutate = cut_bytes if file == "meta.json" else mutate_bytes
-    mutate_file(folder / "store" / file, random, mutate)
-    return partial(read_store, folder / "store")
+def attack_store(folder, random, names=("store",)):
+    store = folder / random.choice(names)
+    arrays = sorted(store.glob("*.bin"))
+    file = random.choice([store / "meta.json"] * len(arrays) + arrays)
+    mutate_file(file, random, cut_bytes if file.name == "meta.json" else mutate_bytes)
+    return partial(read_store, store)
 
 
 def make_profile(folder):
@@ -160,9 +102,7 @@ def mutate_profile(data, random):
         if b"recsys-profile" not in member or random.random() < 0.3:
             return mutate_npy(member, random)
         text = mutate_json(np.load(io.BytesIO(member)).tobytes(), random)
-        stream = io.BytesIO()
-        np.save(stream, np.frombuffer(text, np.uint8))
-        return stream.getvalue()
+        return npy(np.frombuffer(text, np.uint8))
 
     return mutate_npz(data, random, mutate_member)
 
@@ -184,16 +124,18 @@ def attack_profile(folder, random):
 
 
 def _tables_of(profile):
-    return tables_of(profile.table_sizes, profile.features, ModelConfig(embedding_dim=4))
+    return [
+        TableConfig(name=table, num_embeddings=size, embedding_dim=4, feature_names=names)
+        for (table, size), names in zip(
+            profile.table_sizes.items(), profile.features.values(), strict=True
+        )
+    ]
 
 
 def make_plan(folder):
-    store = make_store(folder)
-    profile = PopularityProfile.count(store)
-    tables = _tables_of(profile)
-    plan_hot_rows(profile, tables, "6KB", RowWiseAdagrad(lr=0.1), window_lookups=2).save(
-        folder / "plan.npz"
-    )
+    profile = PopularityProfile.count(make_store(folder))
+    settings = (profile, _tables_of(profile), "6KB", RowWiseAdagrad(lr=0.1))
+    plan_hot_rows(*settings, window_lookups=2).save(folder / "plan.npz")
 
 
 def attack_plan(folder, random):
@@ -207,17 +149,6 @@ def attack_plan(folder, random):
         plan.retarget(plan.floor_bytes)
 
     return use
-
-
-def _plan_of(store):
-    profile = PopularityProfile.count(store)
-    tables = [
-        SimpleNamespace(
-            name=name, num_embeddings=size, embedding_dim=4, feature_names=(name,), data_type="fp32"
-        )
-        for name, size in profile.table_sizes.items()
-    ]
-    return plan_hot_rows(profile, tables, "9KB", window_lookups=2)
 
 
 def nothing(folder):
@@ -241,18 +172,10 @@ DATA = (
         )
         for name, pack in _PACKS.items()
     ),
-    Reader("days of Criteo 1TB", _BYTES, make_days, attack_days, ("store",)),
     Reader(
         "store",
         "a cut description; bytes of arrays; links, folders, pipes",
         make_store,
-        attack_store,
-        of_all_rows=("is not in [0, ",),
-    ),
-    Reader(
-        "table store",
-        "a cut description; bytes of arrays; links, folders, pipes",
-        make_table_store,
         attack_store,
         of_all_rows=("is not in [0, ",),
     ),

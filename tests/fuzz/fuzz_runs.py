@@ -1,11 +1,9 @@
 """Readers of runs: configurations, run folders, saved models, ablations, report pages."""
 
-import io
-from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from unittest.mock import patch
 
-from fuzz_cases import Reader, WrongOutcomeError
+from fuzz_cases import Reader, WrongOutcomeError, command
 from fuzz_data import nothing
 from fuzz_mutations import (
     TEXTS,
@@ -17,15 +15,9 @@ from fuzz_mutations import (
     mutate_safetensors,
 )
 
-from recsys import report
 from recsys.ablate import ablate, load_ablation
 from recsys.config import TrainConfig, load_config, to_toml, walk_keys
-from recsys.errors import ConfigError
-from recsys.report import write_report
-from recsys.train.build import build_model, open_source
-from recsys.train.export import export_run
-from recsys.train.run_folder import RunFolder
-from recsys.train.trainer import train
+from recsys.train import train
 
 SETTINGS = (
     "model.embedding_dim=4",
@@ -49,15 +41,12 @@ schedule = ["", "sequential"]
 """
 
 
-@contextmanager
-def _without_pixels():
-    """Drawing takes most of the time of a run or a page, and shows no text of a record."""
-    with patch.object(report, "draw_curves", lambda _: b"\x89PNG"):
-        yield
+# Drawing takes most of the time of a run or a page, and shows no text of a record.
+WITHOUT_PIXELS = patch("recsys.report.draw_curves", lambda _: b"\x89PNG")
 
 
 def make_run(folder):
-    with _without_pixels():
+    with WITHOUT_PIXELS:
         train(load_config(None, SETTINGS), folder / "run", show_progress=False)
 
 
@@ -73,20 +62,11 @@ def _damage_run(run, random):
 
 
 def attack_run(folder, random):
-    _damage_run(folder / "run", random)
+    run = folder / "run"
+    _damage_run(run, random)
     to = random.choice(["safetensors", "torch-export"])
-
-    def use():
-        run = RunFolder.open(folder / "run")
-        run.read_history()
-        run.read_record()
-        config = run.read_config()
-        if sum(config.synthetic.table_sizes) < 1000 and config.model.embedding_dim < 1000:
-            model, _ = build_model(config, open_source(config), table_device="meta")
-            run.load_model(model.model)
-        export_run(run.path, to, folder / "out")
-
-    return use
+    export = partial(command, "export", run, "--to", to, "--out", folder / "out.pt2")
+    return random.choice([export, partial(command, "evaluate", run)])
 
 
 def attack_run_report(folder, random):
@@ -95,41 +75,17 @@ def attack_run_report(folder, random):
 
 
 def _report(folder):
-    with _without_pixels():
-        text = write_report(folder).read_text(encoding="utf-8")
-    if "<script" in text:
+    with WITHOUT_PIXELS:
+        command("report", folder)
+    if "<script" in (folder / "report.html").read_text(encoding="utf-8"):
         raise WrongOutcomeError("text of a record is not escaped in the page")
-
-
-def _refuse(config, run_dir, *, show_progress):
-    raise ConfigError(f"{run_dir}: it would be trained")
-
-
-def _train(config, run_dir, *, show_progress):
-    return train(config, run_dir, show_progress=False)
 
 
 def make_ablation(folder):
     (folder / "a.toml").write_text(ABLATION)
     config = load_ablation(folder / "a.toml", SETTINGS)
-    with _without_pixels():
-        ablate(config, folder / "out", show_progress=False, run_cell=_train)
-
-
-def attack_ablation(folder, random):
-    out = folder / "out"
-    cell = random.choice(sorted((out / "cells").iterdir()))
-    if random.random() < 0.5:
-        mutate_file(cell / "run.json", random, mutate_json)
-    else:
-        mutate_file(cell / "history.jsonl", random, mutate_json_lines)
-    config = load_ablation(folder / "a.toml", SETTINGS)
-
-    def resume():
-        with _without_pixels(), redirect_stderr(io.StringIO()):
-            ablate(config, out, show_progress=False, run_cell=_refuse)
-
-    return resume
+    with WITHOUT_PIXELS:
+        ablate(config, folder / "out", show_progress=False, run_cell=train)
 
 
 def attack_ablation_report(folder, random):
@@ -146,24 +102,15 @@ def make_toml(folder):
     (folder / "c.toml").write_text(to_toml(load_config(None, SETTINGS)))
 
 
-def _damage_text(file, random):
-    """Damage what the file holds. The user names it, and may name a pipe."""
-    file.write_bytes(mutate_bytes(file.read_bytes(), random))
-
-
 def attack_toml(folder, random):
-    _damage_text(folder / "c.toml", random)
-    return partial(load_config, folder / "c.toml")
-
-
-def attack_ablation_toml(folder, random):
-    if random.random() < 0.1:
-        grid = "[ablate]\nseeds=[0]\n[ablate.grid]\n" + "".join(
-            f"a{key} = {list(range(30))}\n" for key in range(30)
-        )
-        (folder / "a.toml").write_text(grid)
-    _damage_text(folder / "a.toml", random)
-    return partial(load_ablation, folder / "a.toml", SETTINGS)
+    """The user names the file, and may name a pipe; so its text alone is damaged."""
+    name, load = random.choice([("c.toml", load_config), ("a.toml", load_ablation)])
+    text = (folder / name).read_bytes()
+    if random.random() < 0.05:
+        lines = [f"a{key} = {list(range(30))}\n" for key in range(30)]
+        text = b"[ablate]\nseeds=[0]\n[ablate.grid]\n" + "".join(lines).encode()
+    (folder / name).write_bytes(mutate_bytes(text, random))
+    return partial(load, folder / name, SETTINGS)
 
 
 def attack_settings(folder, random):
@@ -182,21 +129,22 @@ def attack_settings(folder, random):
 _FILES = "types, sizes, missing keys, deep nesting; bytes; links, folders, pipes"
 RUNS = (
     Reader(
-        "run folder, saved model, export", _FILES, make_run, attack_run, ("out",), names_file=False
+        "run folder, saved model, export",
+        _FILES,
+        make_run,
+        attack_run,
+        ("out.pt2",),
+        names_file=False,
     ),
     Reader("report of a run", _FILES + "; markup", make_run, attack_run_report, ("report.html",)),
-    Reader("ablation, continued", _FILES, make_ablation, attack_ablation, names_file=False),
     Reader(
         "report of an ablation", _FILES + "; markup, paths", make_ablation, attack_ablation_report
     ),
     Reader(
-        "configuration file", "bytes, numbers, nesting", make_toml, attack_toml, names_file=False
-    ),
-    Reader(
-        "ablation file",
+        "configurations, ablations",
         "bytes, numbers, nesting, huge grids",
         make_toml,
-        attack_ablation_toml,
+        attack_toml,
         names_file=False,
     ),
     Reader(

@@ -1,7 +1,6 @@
 """Readers of tables of any columns: files, schemas, and stores to be like."""
 
-import csv
-import io
+import gzip
 import shutil
 import warnings
 from functools import partial
@@ -9,13 +8,11 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
-from fuzz_cases import Reader
-from fuzz_data import nothing
+from fuzz_cases import Reader, command
+from fuzz_data import attack_store, nothing
 from fuzz_mutations import cut_bytes, mutate_bytes, mutate_file, mutate_tree
 
-from recsys.datasets.tabular.inspect import inspect_table
-from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets import Schema, prepare_table
 
 NUM_ROWS = 40
 LABELLED = {
@@ -23,7 +20,7 @@ LABELLED = {
     "group": "user",
     "timestamp": "time",
     "weight": "w",
-    "missing_values": ["NA"],
+    "missing_values": ["NA", ""],
     "dense": {"price": {"transform": "log", "missing": "mean"}, "age": {"missing": 3.5}},
     "categorical": {
         "user": {"values": "integer", "min_count": 2},
@@ -45,40 +42,34 @@ POSITIVES = {
 }
 
 
-def table_text():
-    """A good table, with quotes, missing values, and text of other alphabets."""
-    stream = io.StringIO()
-    writer = csv.writer(stream)
-    names = ["click", "user", "time", "w", "price", "age", "site", "ad", "tags", "scores", "seen"]
-    writer.writerow(names)
-    for row in range(NUM_ROWS):
-        tags = "|".join("abcd"[: row % 4])
-        scores = "|".join(str(each / 4) for each in range(row % 4))
-        seen = " ".join(str(each) for each in range(row % 5))
-        price = "NA" if row % 9 == 0 else row / 4
-        site = ["a, b", "ü\nz", "", 'q"q', "e"][row % 5]
-        time = 1_700_000_000 + 100 * row
-        writer.writerow([row % 2, row % 7, time, 1, price, row % 3, site, row, tags, scores, seen])
-    return stream.getvalue().encode()
+def good_table():
+    """With quotes, missing values, and text of other alphabets."""
+    rows = range(NUM_ROWS)
+    return pa.table(
+        {
+            "click": [row % 2 for row in rows],
+            "user": [row % 7 for row in rows],
+            "time": [1_700_000_000 + 100 * row for row in rows],
+            "w": [1] * NUM_ROWS,
+            "price": [row / 4 if row % 9 else None for row in rows],
+            "age": [row % 3 for row in rows],
+            "site": [["a, b", "ü\nz", "", 'q"q', "e"][row % 5] for row in rows],
+            "ad": list(rows),
+            "tags": ["|".join("abcd"[: row % 4]) for row in rows],
+            "seen": [" ".join("01234"[: row % 5]) for row in rows],
+        }
+    )
 
 
 def pack(name):
     """The bytes of the good table, as a file of this name holds them."""
-    text, stream = table_text(), pa.BufferOutputStream()
+    stream = pa.BufferOutputStream()
     if name.endswith(".parquet"):
-        options = pyarrow.csv.ParseOptions(newlines_in_values=True)
-        values = pyarrow.csv.ConvertOptions(null_values=["NA"])
-        table = pyarrow.csv.read_csv(
-            io.BytesIO(text), parse_options=options, convert_options=values
-        )
-        pq.write_table(table, stream, row_group_size=15)
-    elif name.endswith(".csv"):
-        return text
+        pq.write_table(good_table(), stream, row_group_size=15)
     else:
-        kind = "gzip" if name.endswith(".gz") else "zstd"
-        with pa.CompressedOutputStream(stream, kind) as packed:
-            packed.write(text)
-    return stream.getvalue().to_pybytes()
+        pyarrow.csv.write_csv(good_table(), stream)
+    data = stream.getvalue().to_pybytes()
+    return gzip.compress(data) if name.endswith(".gz") else data
 
 
 def make_file(folder, name):
@@ -89,30 +80,20 @@ def attack_file(folder, random, name):
     file = folder / name
     mutate_file(file, random, mutate_bytes)
     if random.random() < 0.3:
-        return partial(print_guess, file)
+        return partial(command, "inspect", file)
     schema = Schema.from_dict(random.choice([LABELLED, POSITIVES]))
     return partial(prepare_table, [file], folder / "store", schema, num_threads=1)
 
 
-def print_guess(file):
-    text = inspect_table([file]).to_toml()
-    schema = file.with_name("schema.toml")
-    schema.write_text(text)
-    Schema.from_toml(schema)
-
-
 def attack_schema(folder, random):
-    file = folder / "a.csv"
-    file.write_bytes(table_text())
+    make_file(folder, "a.csv")
     good = random.choice([LABELLED, POSITIVES])
+    schema = partial(Schema.from_dict, mutate_tree(good, random))
     if random.random() < 0.5:
-        tree = mutate_tree(good, random)
-        return lambda: prepare_table(
-            [file], folder / "store", Schema.from_dict(tree), num_threads=1
-        )
-    toml = folder / "schema.toml"
-    toml.write_bytes(mutate_bytes(Schema.from_dict(good).to_toml().encode(), random))
-    return lambda: prepare_table([file], folder / "store", Schema.from_toml(toml), num_threads=1)
+        toml = folder / "schema.toml"
+        toml.write_bytes(mutate_bytes(Schema.from_dict(good).to_toml().encode(), random))
+        schema = partial(Schema.from_toml, toml)
+    return lambda: prepare_table([folder / "a.csv"], folder / "store", schema(), num_threads=1)
 
 
 def make_like(folder):
@@ -153,7 +134,6 @@ TABLES = (
         for kind, name in (
             ("CSV", "a.csv"),
             ("CSV, gzip", "a.csv.gz"),
-            ("CSV, zst", "a.csv.zst"),
             ("Parquet", "a.parquet"),
         )
     ),
@@ -164,6 +144,13 @@ TABLES = (
         attack_schema,
         ("store",),
         names_file=False,
+    ),
+    Reader(
+        "table store",
+        "a cut description; bytes of arrays; links, folders, pipes",
+        make_like,
+        partial(attack_store, names=("labelled", "positives")),
+        of_all_rows=("is not in [0, ",),
     ),
     Reader(
         "store to be like",

@@ -1,15 +1,11 @@
-"""What journeys share: commands, small raw data, and how runs are compared."""
+"""What journeys share: small raw data, and how runs are compared."""
 
-import contextlib
-import io
 import json
 
 import numpy as np
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file
-
-from recsys.cli import main
 
 SMALL = (
     "model.embedding_dim=4",
@@ -22,20 +18,6 @@ SMALL = (
 )
 SYNTHETIC = (*SMALL, "synthetic.num_samples=2000", "synthetic.table_sizes=[900, 700, 1, 800]")
 NUM_ROWS = 2000
-
-
-def options(*settings):
-    """`--set` options of the settings."""
-    return [part for setting in settings for part in ("--set", setting)]
-
-
-def recsys(*words):
-    """Run `recsys WORDS`, which must succeed; returns what it prints."""
-    printed, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-        status = main([str(word) for word in words])
-    assert status == 0, errors.getvalue()
-    return printed.getvalue()
 
 
 def record_of(run):

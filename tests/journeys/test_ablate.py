@@ -8,7 +8,8 @@ import time
 import pytest
 
 from tests import forks
-from tests.journeys.journey import SYNTHETIC, auc_of, options, recsys
+from tests.commands import options, recsys
+from tests.journeys.journey import SYNTHETIC, auc_of
 
 CONFIG = """
 [ablate]

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.journeys.journey import SMALL, auc_of, criteo_lines, options, recsys
+from tests.commands import options, recsys
+from tests.journeys.journey import SMALL, auc_of, criteo_lines
 
 
 def write_raw(path, seed):

@@ -9,15 +9,8 @@ import torch
 from safetensors import safe_open
 
 from recsys.datasets import Store
-from tests.journeys.journey import (
-    NUM_ROWS,
-    SMALL,
-    SYNTHETIC,
-    criteo_lines,
-    options,
-    recsys,
-    require_equal,
-)
+from tests.commands import options, recsys
+from tests.journeys.journey import NUM_ROWS, SMALL, SYNTHETIC, criteo_lines, require_equal
 
 
 @pytest.fixture(scope="module")

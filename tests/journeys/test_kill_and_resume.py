@@ -8,15 +8,8 @@ import time
 import pytest
 
 from tests import forks
-from tests.journeys.journey import (
-    SYNTHETIC,
-    history_of,
-    num_lines,
-    options,
-    record_of,
-    recsys,
-    require_equal,
-)
+from tests.commands import options, recsys
+from tests.journeys.journey import SYNTHETIC, history_of, num_lines, record_of, require_equal
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
 

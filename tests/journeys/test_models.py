@@ -7,16 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.journeys.journey import (
-    SMALL,
-    SYNTHETIC,
-    auc_of,
-    options,
-    record_of,
-    recsys,
-    require_equal,
-    sessions,
-)
+from tests.commands import options, recsys
+from tests.journeys.journey import SMALL, SYNTHETIC, auc_of, record_of, require_equal, sessions
 
 
 class Wide(nn.Module):

@@ -8,15 +8,14 @@ import pyarrow.parquet as parquet
 import pytest
 
 from recsys.datasets import Store
+from tests.commands import options, recsys
 from tests.journeys.journey import (
     NUM_ROWS,
     SMALL,
     auc,
     auc_of,
     clicks,
-    options,
     record_of,
-    recsys,
     require_equal,
     sessions,
 )

@@ -13,16 +13,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("torchrec")
 
+from tests.commands import options, recsys
 from tests.journeys import ranks
-from tests.journeys.journey import (
-    SYNTHETIC,
-    auc_of,
-    num_lines,
-    options,
-    record_of,
-    recsys,
-    require_equal,
-)
+from tests.journeys.journey import SYNTHETIC, auc_of, num_lines, record_of, require_equal
 
 SAVES = ("checkpoint.every_steps=9", "checkpoint.every_seconds=0")
 # Adagrad divides a first gradient by its own size: one near zero, summed in another order, moves a

@@ -9,7 +9,8 @@ import pytest
 
 from recsys.cli import main
 from recsys.train import Callback
-from tests.journeys.journey import SYNTHETIC, auc_of, history_of, options, record_of, recsys
+from tests.commands import options, recsys
+from tests.journeys.journey import SYNTHETIC, auc_of, history_of, record_of
 
 
 class Tell(Callback):

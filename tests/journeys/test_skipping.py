@@ -3,7 +3,8 @@
 import pyarrow.csv
 import pytest
 
-from tests.journeys.journey import SMALL, auc_of, clicks, options, record_of, recsys, require_equal
+from tests.commands import options, recsys
+from tests.journeys.journey import SMALL, auc_of, clicks, record_of, require_equal
 
 SAMPLES = ("synthetic.num_samples=2000", "synthetic.table_sizes=[9, 7, 1, 12]")
 RECIPE = (*SMALL, *SAMPLES, "batch_size=32", "epochs=4")

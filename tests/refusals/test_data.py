@@ -6,10 +6,9 @@ import os
 import pytest
 
 from recsys.config import load_config
-from recsys.datasets import Store, SyntheticCriteo, prepare_criteo_kaggle
-from recsys.datasets.criteo import prepare_criteo_1tb
+from recsys.datasets import Store, SyntheticCriteo, prepare_criteo_1tb, prepare_criteo_kaggle
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
-from recsys.train.build import open_source
+from recsys.train import train
 
 GOOD = "\t".join(["1", *["3"] * 13, *["0a"] * 26]) + "\n"
 
@@ -45,13 +44,6 @@ def prepare_pipe(folder):
 
 def prepare_days(folder, *names, **options):
     prepare_criteo_1tb([folder / name for name in names], folder / "store", **options)
-
-
-def inspect(folder, text):
-    pytest.importorskip("pyarrow")
-    from recsys.datasets.tabular.inspect import inspect_table
-
-    inspect_table([write(folder, "a.csv", text)])
 
 
 REFUSALS = [
@@ -153,7 +145,7 @@ REFUSALS = [
     ],
     (
         "synthetic data with histories",
-        lambda folder: open_source(load_config(None, [], data="synthetic:taobao")),
+        lambda folder: train(load_config(None, [], data="synthetic:taobao"), folder / "run"),
         ConfigError,
         "synthetic:taobao",
     ),
@@ -162,12 +154,6 @@ REFUSALS = [
         lambda folder: load_config(None, ["synthetic.preference_changes=[5]"]),
         ConfigError,
         "preference_changes",
-    ),
-    (
-        "a draft of a table without a label, a group and an item",
-        lambda folder: inspect(folder, "a,b\nx,z\ny,w\n"),
-        ConfigError,
-        "--label",
     ),
 ]
 

@@ -10,22 +10,20 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.config import OptimizerConfig
 from recsys.embeddings import (
     SGD,
     Adagrad,
+    Adam,
     HotColdEmbedding,
     HotColdEmbeddingBag,
     HotColdEmbeddingBagCollection,
     HotColdEmbeddingCollection,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    StalenessTracker,
     TableConfig,
 )
-from recsys.embeddings.optimizer import Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.saved_tables import SavedTables
-from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.embeddings.tiers.budget import SpaceSize, divide_budget
 from recsys.errors import BudgetTooSmall, ConfigError, MalformedBags
-from recsys.train.build import build_embeddings
 
 IDS = torch.tensor([[1, 2], [3, 8]])
 NESTED = torch.nested.nested_tensor_from_jagged(torch.arange(3), torch.tensor([0, 1, 3]))
@@ -86,10 +84,6 @@ def no_features():
     HotColdEmbeddingCollection(TABLES)(torchrec.KeyedJaggedTensor.empty())
 
 
-def provided(provider, tables=TABLES, device=None, **optimizer):
-    build_embeddings(provider, tables, OptimizerConfig(**optimizer), device)
-
-
 def differentiate_twice():
     weights = torch.ones(2, 2, requires_grad=True)
     pooled = bag()(IDS, None, weights).square().sum()
@@ -112,10 +106,9 @@ def give_two_optimizers():
 def save_a_part():
     model = nn.ModuleDict({"one": nn.EmbeddingBag(9, 4), "other": nn.EmbeddingBag(9, 4)})
     recsys.accelerate(model, **OPTIMIZED)
-    SavedTables(nn.ModuleList([model["one"]]))
+    recsys.save_checkpoint("folder", model=nn.ModuleList([model["one"]]))
 
 
-SPACES = [SpaceSize([100], 4, torch.float32, {})]
 USERS = JaggedIds.from_one_hot(["user", "friend"], IDS)
 LENGTHS = torch.tensor([1, 1, 1])
 OFFSETS = torch.tensor([0, 1, 2, 2, 3])
@@ -148,8 +141,8 @@ REFUSALS = [
         ValueError,
         "optimizer=",
     ),
-    ("less than the row map", lambda: divide_budget(399, SPACES, [1]), BudgetTooSmall, "427"),
-    ("less than one row", lambda: divide_budget(10, SPACES, [1]), BudgetTooSmall, "427"),
+    ("less than the row map", lambda: bag(395), BudgetTooSmall, "budget"),
+    ("less than one row", lambda: bag(10), BudgetTooSmall, "budget"),
     ("another tier", lambda: bag(999, cold_tier="disk"), ConfigError, "cold_tier"),
     ("a folder of no files", lambda: bag(cold_path="rows"), ConfigError, "cold_path"),
     ("files without a folder", lambda: bag(999, cold_tier="file"), ConfigError, "cold_path"),
@@ -298,14 +291,6 @@ REFUSALS = [
         ValueError,
         "{'users': 4, 't': 8}",
     ),
-    (
-        "rows of torch",
-        lambda: provided("torch", name="rowwise_adagrad"),
-        ConfigError,
-        "torch.optim",
-    ),
-    ("means of torch", lambda: provided("torch", [table(pooling="mean")]), ValueError, "pooling"),
-    ("a table twice of torch", lambda: provided("torch", TABLES * 2), ValueError, "names"),
     ("a part of a model to save", save_a_part, ConfigError, "not in this model"),
     ("nothing to follow", lambda: StalenessTracker(nn.Linear(2, 2)), ValueError, "recsys"),
     (

@@ -5,9 +5,7 @@ import json
 import pandas as pd
 import pytest
 
-from recsys.datasets import Store, prepare_table, write_store
-from recsys.datasets.tabular.encode import Encoder
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets import Schema, Store, prepare_table, write_store
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 
 pa = pytest.importorskip("pyarrow")
@@ -30,7 +28,6 @@ TREE = {
 }
 FOLDS = {"by": "column", "column": "fold", "train": ["x"], "test": ["y"]}
 GROUPS = {"group": "user"}
-HISTORY = {"timestamp": "ts", "history": {"recent": {"of": "item"}}}
 RULE = {"label": "bought", "positive": "== yes"}
 
 
@@ -79,7 +76,15 @@ def write_later_rows(folder):
     write_store(FRAME.assign(ts=range(4, 8)), None, folder / "new", like=store, split=True)
 
 
+def cut_values(folder):
+    file = write(folder, FRAME) / "bag_values.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    Store(folder / "store")
+
+
 REFUSALS = [
+    ("a truncated array", cut_values, StoreError, "bag_values.bin"),
+    ("a folder that is no store", Store, StoreError, "meta.json"),
     ("a dict", lambda folder: write_store(FRAME, TREE, folder / "a"), TypeError, "schema"),
     ("lists", lambda folder: write(folder, FRAME.to_dict("list")), TypeError, "frame 0"),
     ("an array", lambda folder: write(folder, FRAME.to_numpy()), TypeError, "frame 0"),
@@ -157,14 +162,6 @@ REFUSALS = [
         "schema",
     ),
     ("a split alone", lambda folder: prepare(folder, {}, split=True), ConfigError, "split"),
-    (
-        "histories of an encoder",
-        lambda folder: Encoder(
-            Store(write(folder, FRAME.assign(user=1, ts=2), **GROUPS, **HISTORY))
-        ),
-        ConfigError,
-        "--like",
-    ),
     *[
         (
             f"a store whose {name} is damaged: {place}",

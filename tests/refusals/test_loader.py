@@ -4,8 +4,7 @@ import functools
 
 import pytest
 
-from recsys.datasets import SyntheticCriteo
-from recsys.datasets.loader import BatchLoader
+from recsys.datasets import BatchLoader, SyntheticCriteo
 from recsys.errors import ConfigError
 
 

@@ -7,19 +7,19 @@ import torch
 
 from recsys import DLRM, Batch, DLRMTrain, JaggedIds
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
-from recsys.models import DIN, TBSM, DCNv2, DeepFM
-from recsys.models.dcn_v2 import LowRankCrossNet
-from recsys.models.dlrm import SparseArch
-from recsys.models.histories import feature_roles, look_up
-from recsys.models.interaction import InteractionArch
-from recsys.models.masked_transformer import MaskedTransformerArch
-from recsys.train.build import TorchEmbeddingBags
-from tests.models.sequence_data import HISTORIES, NUM_DENSE, make_collection, make_tables
+from recsys.models import DIN, TBSM, DCNv2, DeepFM, MaskedTransformerArch
+from tests.models.sequence_data import (
+    HISTORIES,
+    NUM_DENSE,
+    make_batch,
+    make_collection,
+    make_tables,
+)
 
 
 def tables(*dims):
     """A table for each dim."""
-    return TorchEmbeddingBags(
+    return HotColdEmbeddingBagCollection(
         [
             TableConfig(
                 name=f"t_cat_{place}",
@@ -46,8 +46,8 @@ def make_tbsm(**changes):
     return TBSM(make_collection(), NUM_DENSE, **arguments | changes)
 
 
-def interact(num_sparse, dense, sparse):
-    InteractionArch(num_sparse)(torch.ones(dense), torch.ones(sparse))
+def cross_net(num_layers, rank):
+    DCNv2(tables(4), 5, [8, 4], [8, 1], num_layers, rank)
 
 
 def one_dense_row(num_dense):
@@ -65,13 +65,26 @@ def train_with_weights(loss_fn):
 
 
 def look_up_with_weights():
-    ids = JaggedIds(["user"], torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([0.5]))
-    look_up("TBSM", make_collection(), ids)
+    batch = make_batch([2])
+    ids = batch.sparse_features
+    weights = torch.ones(len(ids.values()))
+    weighted = JaggedIds(ids.keys(), ids.values(), ids.offsets(), weights)
+    make_tbsm()(batch.dense_features, weighted)
 
 
 REFUSALS = [
-    ("cross net, no layer", lambda: LowRankCrossNet(6, 0, 3), ValueError, "at least 1"),
-    ("cross net, no rank", lambda: LowRankCrossNet(6, 2, 0), ValueError, "at least 1"),
+    (
+        "cross net, no layer",
+        lambda: DCNv2(tables(4), 5, [8, 4], [8, 1], 0, 3),
+        ValueError,
+        "at least 1",
+    ),
+    (
+        "cross net, no rank",
+        lambda: DCNv2(tables(4), 5, [8, 4], [8, 1], 2, 0),
+        ValueError,
+        "at least 1",
+    ),
     ("deepfm, one factor", lambda: DeepFM(tables(1), 5, [8, 1], [8, 1]), ValueError, "end in 2"),
     ("deepfm, two logits", lambda: DeepFM(tables(4), 5, [8, 4], [8, 2]), ValueError, "end in 1"),
     ("dlrm, another dim", lambda: DLRM(tables(4), 5, [8, 5], [9, 1]), ValueError, "embedding_dim"),
@@ -85,15 +98,12 @@ REFUSALS = [
         )
         for make, more in ((DLRM, ()), (DeepFM, ()), (DCNv2, (2, 3)))
     ],
-    *[
-        (
-            f"an interaction without a width: {type(each).__name__}",
-            lambda each=each: DLRM(tables(4), 5, [8, 4], [8, 1], interaction=each),
-            TypeError,
-            "out_features",
-        )
-        for each in (torch.nn.Identity(), InteractionArch(3))
-    ],
+    (
+        "an interaction without a width",
+        lambda: DLRM(tables(4), 5, [8, 4], [8, 1], interaction=torch.nn.Identity()),
+        TypeError,
+        "out_features",
+    ),
     ("one dense row", lambda: one_dense_row(5), ValueError, "dense_features"),
     ("one row without dense", lambda: one_dense_row(0), ValueError, "dense_features"),
     ("weights, loss", lambda: train_with_weights(torch.nn.MSELoss()), TypeError, "MSELoss"),
@@ -103,11 +113,6 @@ REFUSALS = [
         TypeError,
         "BCEWithLogitsLoss without weight",
     ),
-    ("several dims", lambda: SparseArch(tables(4, 2, 3)), ValueError, "'t_cat_1': 2"),
-    ("vectors", lambda: interact(3, (2, 4), (2, 5, 4)), ValueError, "sparse_features"),
-    ("many vectors", lambda: interact(40, (2, 4), (2, 2, 4)), ValueError, "sparse_features"),
-    ("samples", lambda: interact(3, (1, 4), (2, 3, 4)), ValueError, "dense_features"),
-    ("dim of dense", lambda: interact(3, (2, 1), (2, 3, 4)), ValueError, "dense_features"),
     *[
         (
             f"transformer, {name} {value}",
@@ -170,7 +175,7 @@ REFUSALS = [
     *[
         (
             f"histories {histories}",
-            lambda histories=histories: feature_roles("DIN", make_collection(), histories),
+            lambda histories=histories: make_din(histories),
             ValueError,
             name,
         )

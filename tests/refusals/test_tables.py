@@ -1,75 +1,47 @@
-"""Tables that cannot be read: what is in a file, and the place or name that the error gives."""
+"""Tables that cannot be read: what is in a file, and what the error names; or what is read."""
 
-import functools
 import gzip
+import re
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from recsys.datasets.tabular.encode import DenseRule, Moments
-from recsys.datasets.tabular.read import TableFiles
-from recsys.datasets.tabular.schema import Schema, find_schema
+from recsys.datasets import Schema, prepare_table
 from recsys.errors import ConfigError, DatasetFormatError, MissingDependency
+from tests.commands import refused
+from tests.datasets.tabular.decoded import rows_of
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-ANY = {"categorical": {"c": {}}}
-
-
-def read(path, keys=ANY, **options):
-    files = TableFiles([path], Schema.from_dict({"label": "y", **keys}), **options)
-    return [batch.to_pylist() for batch in files.batches()]
-
-
-def read_bytes(folder, data, keys=ANY, name="a.csv"):
-    (folder / name).write_bytes(data)
-    read(folder / name, keys)
-
-
-def lines(*lines, keys=ANY, header="y,c"):
-    """Reads a text file of these lines."""
-    data = "\n".join([header, *lines, ""]).encode()
-    return functools.partial(read_bytes, data=data, keys=keys)
-
-
-def parquet(folder, keys=ANY, **columns):
-    pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=1)
-    read(folder / "a.parquet", keys)
-
-
-def column(kind, keys, *values):
-    """Reads a column of these values, in a file of a kind."""
-    if kind == "csv":
-        return lines(*(f"1,x,{value}" for value in values), keys=keys, header="y,c,d")
-    columns = {"y": [1] * len(values), "c": ["x"] * len(values), "d": list(values)}
-    return functools.partial(parquet, keys=keys, **columns)
-
-
-def damaged_names(folder):
-    file = folder / "a.parquet"
-    pq.write_table(pa.table({"y": [1], "cafe": ["x"]}), file, store_schema=False)
-    read_bytes(folder, file.read_bytes().replace(b"cafe", b"caf\xff"), name="a.parquet")
-
-
-def schema_of(folder, data):
-    (folder / "a.toml").write_bytes(data)
-    Schema.from_toml(folder / "a.toml")
-
-
-def named_twice(folder):
-    (folder / "a.csv").write_text("y,c\n1,x\n")
-    TableFiles([folder / "a.csv"] * 2, Schema.from_dict({"label": "y", **ANY}))
-
-
-def no_mean():
-    DenseRule.of("x", "none", "mean", Moments())
-
-
-WHOLE = gzip.compress(b"y,c\n" + b"".join(b"1,%d\n" % (i * i) for i in range(5000)))
+TREE = {"label": "y", "categorical": {"c": {}}, "dense": {"d": {}}}
+INTEGERS = TREE | {"categorical": {"c": {"values": "integer"}}}
+BAGS = TREE | {"categorical": {}, "multi": {"c": {"values": "integer"}}}
+ANY = {"label": "y", "categorical": {"c": {}}}
 DENSE = {"dense": {"d": {}}}
 INTEGER = {"categorical": {"d": {"values": "integer"}}}
 TIME = {**ANY, "timestamp": "d"}
 SPLIT = {**ANY, "split": {"by": "column", "column": "c", "train": ["x"], "test": ["z"]}}
+HEAD = b"y,c,d\n1,a,0.5\n"
+MANY = HEAD + b"0,b,1.5\n" * 200_000
+ROW = {"y": [1, 0], "c": ["a", "b"], "d": [0.5, 1.5]}
+
+
+def parquet(**columns):
+    out = pa.BufferOutputStream()
+    pq.write_table(pa.table({**ROW, **columns}), out, row_group_size=1, store_schema=False)
+    return out.getvalue().to_pybytes()
+
+
+def csv(*rows):
+    return "\n".join(["y,c,d", *rows, ""]).encode()
+
+
+def both(place, name):
+    return f"(?s)(?=.*{re.escape(place)})(?=.*{re.escape(name)})"
+
+
 VALUES = [
     (DENSE, "1", "z", "'z'"),
     (DENSE, "1", "inf", "inf"),
@@ -84,105 +56,162 @@ VALUES = [
     ({**TIME, "timestamp_format": "%y%m%d%H"}, "14102100", "1410x", "'1410x'"),
     ({**ANY, "group": "d"}, "2", "", "None"),
 ]
-REFUSALS = [
-    ("a short line", lines("1,x", "1"), "a.csv, line 3"),
-    ("a label", lines("1,x", "", '0,"a\nb"', "7,x"), "a.csv, line 6, column 'y'"),
-    ("no label", lines("1,x", ",x"), "a.csv, line 3, column 'y'"),
-    (
-        "after a very long field",
-        lines("1,x", "1,x", f"1,{'x' * 200_000}", "7,x"),
-        "row 3 (from 0), column 'y'",
-    ),
-    ("a group", lines("1,x", "0,", keys={**ANY, "group": "c"}), "line 3, column 'c'"),
-    ("a split", lines("1,x", "0,", keys=SPLIT), "line 3, column 'c'"),
-    ("a quote in the last column", lines("1,a", '1,"a', "1,a"), "line 3: a"),
-    ("a quote of another", lines("1,a,b", '1,a,"b', "1,a,b", header="y,c,z"), "line 3: a"),
-    ("a quote at the end", lines('1,"a'), "a.csv, line 2: a"),
-    *[
-        (f"after a quote {line}", lines("1,x", line), "a.csv, line 3: a field")
-        for line in ('1,"a"b', '1,"a" ', '"1"2,x', '1,"a"b,c,d')
-    ],
-    ("an empty file", functools.partial(read_bytes, data=b""), "a.csv"),
-    ("cut", functools.partial(read_bytes, data=WHOLE[:5000], name="b.csv.gz"), "b.csv.gz"),
-    ("no gzip", functools.partial(read_bytes, data=b"y,c\n", name="b.csv.gz"), "b.csv.gz"),
-    ("no UTF-8", functools.partial(read_bytes, data=b"y,c\n1,x\n1,\xff\n"), "column 'c'"),
-    ("names", functools.partial(read_bytes, data=b"y,c,\xff\n1,x,1\n"), "UTF-8"),
-    ("no Parquet", functools.partial(read_bytes, data=b"PAR1 no", name="a.parquet"), "a.parquet"),
-    ("names of Parquet", damaged_names, "a.parquet"),
-    ("another column", lines("1,x", header="y,cc"), "column 'c'"),
-    ("equal names", lines("1,x,x", header="y,c,c"), "'c' 2 times"),
-    ("no delimiter", lines("1,a", keys={"multi": {"c": {}}}), "set split"),
-    ("a mean of nothing", lambda _: no_mean(), "column 'x'"),
-    ("truth", functools.partial(parquet, y=[1, 0], c=[True, None]), "bool"),
-    ("lists as labels", functools.partial(parquet, y=[[0], [1]], c=list("ab")), "'y'"),
-    *[
-        (
-            f"times of {kind}",
-            lambda folder, kind=kind: parquet(
-                folder, TIME, y=[1], c=["x"], d=pa.array([2.0**24], kind)
-            ),
-            "column 'd'",
-        )
-        for kind in ("float32", "float16")
-    ],
-    *[
-        (f"{keys} of {value} in {kind}", column(kind, keys, first, value), place + ", column 'd'")
-        for kind, place in (("csv", "a.csv, line 3"), ("parquet", "row group 1, row 0"))
-        for keys, first, value, _ in VALUES
-    ],
-    *[
-        (f"{keys} names {value}", column("csv", keys, first, value), name)
-        for keys, first, value, name in VALUES
-    ],
-    *[
-        (
-            f"the time {value} as {form}",
-            column("csv", {**TIME, "timestamp_format": form}, first, value),
-            "line 3, column 'd'",
-        )
-        for form, first, value in (
-            ("%d.%m.%Y %H:%M UTC", "30.03.2025 01:59 UTC", "30.03.2025 01:59 EST"),
-            ("%d.%m.%Y %H:%M UTC", "30.03.2025 01:59 UTC", "30.03.2025 01:59 CET"),
-            ("%d.%m.%Y", "03.01.2025", "2025-01-03T19:00:00Z"),
-        )
-    ],
+REFUSED = [
+    # what, name of the file, its bytes, keys of the schema, what the error names
+    ("an empty file", "a.csv", b"", TREE, "a.csv"),
+    ("empty lines alone", "a.csv", b"\n\r\n\n", TREE, "a.csv"),
+    ("a quote that is never closed", "a.csv", HEAD + b'0,"b,1\n0,c,2\n', TREE, "line 3"),
+    ("one never closed in a large file", "a.csv", HEAD + b'0,"b' + MANY, TREE, "line 3"),
+    ("text after a closing quote", "a.csv", HEAD + b'0,"b"c,1\n', TREE, "line 3"),
+    ("a quote closed three lines later", "a.csv", HEAD + b'0,"b\n1\n2\n,"c,1\n', TREE, "line 3"),
+    ("quotes in a file of inches", "a.csv", HEAD + b'0,"5" wide,1\n', TREE, "line 3"),
+    ("a short line", "a.csv", HEAD + b"0,b\n", TREE, "line 3"),
+    ("a long line", "a.csv", HEAD + b"0,b,1,2\n", TREE, "line 3"),
+    ("a short line far down", "a.csv", MANY + b"0,b\n", TREE, "line 200003"),
+    ("a short line after lines in quotes", "a.csv", HEAD + b'0,"\n\n",1\n0,b\n', TREE, "line 6"),
+    ("a semicolon file", "a.csv", b"y;c;d\n1;a;0.5\n", TREE, "'y;c;d'"),
+    ("two delimiters", "a.csv", HEAD + b"0;b;1\n", TREE, "line 3"),
+    ("Latin-1 far down", "a.csv", MANY + b"0,caf\xe9,1\n", TREE, "line 200003, column 'c'"),
+    ("Latin-1 in the names", "a.csv", b"y,c,d,\xe9\n1,a,0.5,1\n", TREE, "line 1"),
+    ("UTF-16", "a.csv", HEAD.decode().encode("utf-16"), TREE, "line 1"),
+    ("text among numbers", "a.csv", HEAD + b"0,b,?\n", TREE, "line 3, column 'd': .*'\\?'"),
+    ("a decimal comma", "a.csv", HEAD + b'0,b,"1,5"\n', TREE, "line 3, column 'd': .*'1,5'"),
+    ("infinity", "a.csv", HEAD + b"0,b,1e999\n", TREE, "line 3, column 'd': .*inf"),
+    ("an integer beyond 64 bits", "a.csv", b"y,c,d\n1,1,1\n0,9223372036854775808,1\n", INTEGERS,
+     "line 3, column 'c': .*'9223372036854775808'"),
+    ("integers as pandas writes them", "a.csv", b"y,c,d\n1,1.0,1\n", INTEGERS, "Int64"),
+    ("a label of 2", "a.csv", HEAD + b"2,b,1\n", TREE, "line 3, column 'y': .*'2'"),
+    ("no label", "a.csv", HEAD + b",b,1\n", TREE, "line 3, column 'y'"),
+    ("names that are equal", "a.csv", b"y,c,d,c\n1,a,1,b\n", TREE, "'c' 2 times"),
+    ("names with spaces", "a.csv", b"y, c, d\n1,a,1\n", TREE, "has 'y', ' c', ' d'"),
+    ("names of another case", "a.csv", b"Y,C,D\n1,a,1\n", TREE, "has 'Y', 'C', 'D'"),
+    ("no line of names", "a.csv", b"1,a,0.5\n0,b,1.5\n", TREE, "has '1', 'a', '0.5'"),
+    ("gzip that is cut", "a.csv.gz", gzip.compress(MANY)[:-2000], TREE, "a.csv.gz"),
+    ("plain text named .gz", "a.csv.gz", HEAD, TREE, "a.csv.gz"),
+    ("gzip named .csv", "a.csv", gzip.compress(HEAD), TREE, "line 1"),
+    ("Parquet that is cut", "a.parquet", parquet()[:-50], TREE, "a.parquet"),
+    ("CSV named .parquet", "a.parquet", HEAD, TREE, "a.parquet"),
+    ("lists in Parquet as one value", "a.parquet", parquet(c=[["a"], ["b"]]), TREE, "column 'c'"),
+    ("lists of lists", "a.parquet", parquet(c=[[[1]], [[2]]]), BAGS, "column 'c'"),
+    ("a map", "a.parquet",
+     parquet(c=pa.array([[(1, 2.0)]] * 2, pa.map_(pa.int8(), pa.float32()))), BAGS, "column 'c'"),
+    ("lists of parts of numbers", "a.parquet", parquet(c=[[1.5], [2.0]]), BAGS, "'c': .*1.5"),
+    ("a struct", "a.parquet", parquet(d=[{"a": 1}] * 2), TREE, "column 'd'"),
+    ("true and false as text", "a.parquet", parquet(c=[True, False]), TREE, "column 'c'"),
+    ("names alone", "a.csv", b"y,c,d\n", TREE, "row"),
+    ("a label after lines", "a.csv", csv("1,x,1", "", '0,"a\nb",1', "7,x,1"), TREE,
+     "line 6, .*'y'"),
+    ("after a very long field", "a.csv", csv("1,x,1", "1,x,1", f"1,{'x' * 200_000},1", "7,x,1"),
+     TREE, r"row 3 \(from 0\), column 'y'"),
+    ("no group", "a.csv", csv("1,x,1", "0,,1"), {**ANY, "group": "c"}, "line 3, column 'c'"),
+    ("no part", "a.csv", csv("1,x,1", "0,,1"), SPLIT, "line 3, column 'c'"),
+    ("a quote of another column", "a.csv", csv("1,a,b", '1,a,"b', "1,a,b"), ANY, "line 3: a"),
+    ("a quote at the end", "a.csv", b'y,c\n1,"a\n', ANY, "a.csv, line 2: a"),
+    *[(f"after a quote {line}", "a.csv", b"y,c\n1,x\n" + line, ANY, "a.csv, line 3: a field")
+      for line in (b'1,"a"b', b'1,"a" ', b'"1"2,x', b'1,"a"b,c,d')],
+    ("no delimiter", "a.csv", HEAD, ANY | {"multi": {"d": {}}}, "set split"),
+    ("a mean of nothing", "a.csv", csv("1,a,", "0,b,"),
+     TREE | {"dense": {"d": {"missing": "mean"}}}, "column 'd'"),
+    ("no Parquet", "a.parquet", b"PAR1 no", TREE, "a.parquet"),
+    ("names of Parquet", "a.parquet", parquet(cafe=[1, 2]).replace(b"cafe", b"caf\xff"), TREE,
+     "a.parquet"),
+    ("lists as labels", "a.parquet", parquet(y=[[0], [1]]), TREE, "'y'"),
+    *[(f"times of {kind}", "a.parquet", parquet(d=pa.array([2.0**24] * 2, kind)), TIME,
+       "column 'd'") for kind in ("float32", "float16")],
+    *[(f"{value} by {keys}", "a.csv", csv(f"1,x,{first}", f"1,x,{value}"), {**ANY, **keys},
+       both("a.csv, line 3, column 'd'", name)) for keys, first, value, name in VALUES],
+    *[(f"{value} by {keys}", "a.parquet", parquet(d=[first, value]), {**ANY, **keys},
+       "row group 1, row 0, column 'd'") for keys, first, value, _ in VALUES],
+    *[(f"the time {value} as {form}", "a.csv", csv(f"1,x,{first}", f"1,x,{value}"),
+       {**TIME, "timestamp_format": form}, "line 3, column 'd'")
+      for form, first, value in (
+        ("%d.%m.%Y %H:%M UTC", "30.03.2025 01:59 UTC", "30.03.2025 01:59 EST"),
+        ("%d.%m.%Y %H:%M UTC", "30.03.2025 01:59 UTC", "30.03.2025 01:59 CET"),
+        ("%d.%m.%Y", "03.01.2025", "2025-01-03T19:00:00Z"),
+      )],
+]  # fmt: skip
+READ = [
+    # what, its bytes, the values of c
+    ("a byte order mark", b"\xef\xbb\xbf" + HEAD, ["a"]),
+    ("CRLF", HEAD.replace(b"\n", b"\r\n"), ["a"]),
+    ("carriage returns alone", HEAD.replace(b"\n", b"\r"), ["a"]),
+    ("mixed ends of lines", HEAD + b"0,b,1\r\n1,c,2\r0,d,3", ["a", "b", "c", "d"]),
+    ("no end of the last line", HEAD + b"0,b,1", ["a", "b"]),
+    ("empty lines", b"\n\n" + HEAD.replace(b"\n", b"\n\n") + b"\n0,b,1\n\n", ["a", "b"]),
+    ("a NUL in a value", HEAD + b"0,b\0c,1\n", ["a", "b\0c"]),
+    ("an empty column", b"y,c,d\n1,,0.5\n0,,1\n", [None, None]),
+    ("a column of nan", b"y,c,d\n1,a,nan\n0,b,NaN\n", ["a", "b"]),
+    ("odd names", b'y,c,d,"a ""b"", .c\n#",\n1,a,0.5,x,z\n', ["a"]),
+    ("quotes within a value", HEAD + b'0,5" wide,1\n', ["a", '5" wide']),
+    ("a very long value", HEAD + b"0," + b"x" * 500_000 + b",1\n", ["a", "x" * 500_000]),
 ]
+
+
+def prepare(files):
+    prepare_table(files, "store", Schema.from_dict(ANY))
+
+
+def schema_of(data):
+    Path("a.toml").write_bytes(data)
+    Schema.from_toml("a.toml")
+
+
 SETTINGS = [
-    ("another suffix", lambda folder: read_bytes(folder, b"y,c\n", name="a.doc"), "a.doc"),
-    ("a file named twice", named_twice, "a.csv"),
-    ("no file", lambda _: TableFiles([], Schema.from_dict({"label": "y", **ANY})), "files"),
-    ("a URL of no kind", lambda _: read("nothing://bucket/a.csv"), "fsspec"),
-    ("no list", lambda _: TableFiles("a.csv", Schema.from_dict({"label": "y", **ANY})), "files"),
-    ("no schema", lambda folder: Schema.from_toml(folder / "a.toml"), "a.toml"),
-    ("a folder as a schema", Schema.from_toml, "schema"),
+    ("another suffix", lambda: prepare(["a.doc"]), "a.doc"),
+    ("a file named twice", lambda: prepare(["a.csv"] * 2), "a.csv"),
+    ("no file", lambda: prepare([]), "files"),
+    ("no list", lambda: prepare("a.csv"), "files"),
+    ("a URL of no kind", lambda: prepare(["nothing://bucket/a.csv"]), "fsspec"),
+    ("no schema", lambda: Schema.from_toml("no.toml"), "no.toml"),
+    ("a folder as a schema", lambda: Schema.from_toml("."), "schema"),
     *[
-        (f"a schema of {data}", functools.partial(schema_of, data=data), "a.toml")
+        (f"a schema of {data}", partial(schema_of, data), "a.toml")
         for data in (b"label = ", b'label = "y"', b"label = '\xff'")
     ],
-    ("a name of no schema", lambda _: find_schema("avasu"), "avazu"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("act", "name"), [case[1:] for case in REFUSALS], ids=[case[0] for case in REFUSALS]
+    ("name", "data", "tree", "named"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED]
 )
-def test_a_table_is_refused_by_name(tmp_path, act, name):
-    with pytest.raises(DatasetFormatError) as raised:
-        act(tmp_path)
+def test_a_malformed_file_is_refused_by_name(name, data, tree, named):
+    Path(name).write_bytes(data)
 
-    assert name in str(raised.value)
+    with pytest.raises((DatasetFormatError, ConfigError), match=named):
+        prepare_table([name], "store", Schema.from_dict(tree))
+
+    assert not Path("store").exists()
+
+
+@pytest.mark.parametrize(("data", "values"), [case[1:] for case in READ], ids=[c[0] for c in READ])
+def test_an_odd_file_is_read(tmp_path, data, values):
+    (tmp_path / "a.csv").write_bytes(data)
+
+    assert rows_of(tmp_path / "a.csv", TREE, tmp_path)["c"] == values
 
 
 @pytest.mark.parametrize(
     ("act", "name"), [case[1:] for case in SETTINGS], ids=[case[0] for case in SETTINGS]
 )
-def test_files_and_schemas_are_refused_by_name(tmp_path, act, name):
+def test_files_and_schemas_are_refused_by_name(act, name):
+    Path("a.csv").write_bytes(HEAD)
+    Path("a.doc").write_bytes(HEAD)
+
     with pytest.raises((ConfigError, MissingDependency)) as raised:
-        act(tmp_path)
+        act()
 
     assert name in str(raised.value)
 
 
-def test_a_folder_without_tables_is_refused_by_name(tmp_path):
-    with pytest.raises(FileNotFoundError, match=tmp_path.name):
-        read(tmp_path)
+def test_a_folder_without_tables_and_a_name_of_no_schema_are_refused():
+    Path("a.csv").write_bytes(HEAD)
+    Path("empty").mkdir()
+
+    assert "avazu" in refused("prepare", "table", "a.csv", "--schema", "avasu", "--out", "store")
+    with pytest.raises(FileNotFoundError, match="empty"):
+        prepare(["empty"])

@@ -1,33 +1,18 @@
-"""What training refuses before it begins, and metrics: the error, and the name that it gives."""
+"""What training refuses before it begins: the error, and the name that it gives."""
 
-import numpy as np
 import pytest
 import torch
 
-from recsys.errors import AlreadyExists, BudgetTooSmall, ConfigError, StoreError
+from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train import Callback, EarlyStopping, train
-from recsys.train.build import open_source
-from recsys.train.evaluate import evaluate_run
-from recsys.train.metrics import auc
-from recsys.train.trials import dry_run, verify_budgets
-from tests.train.judged_stores import evaluate_logits
+from tests.commands import options, refused
+from tests.conftest import SMALL_SETTINGS
 
 FAE = ("schedule=fae", "budget='5000'", "batch_size=16", "num_threads=1")
-ZEROS, LABELS = np.zeros(4, np.float32), np.array([0, 1, 0, 1])
 
 
 def run(config, folder, **options):
     train(config, folder / "run", show_progress=False, **options)
-
-
-def dry_run_in(config, folder):
-    (folder / "full").mkdir()
-    (folder / "full" / "notes").touch()
-    dry_run(config, folder / "full")
-
-
-def judge(logits, labels):
-    evaluate_logits(np.array(logits, np.float32), np.array(labels))
 
 
 # What is done with the configuration of some settings in a folder.
@@ -100,12 +85,6 @@ REFUSALS = [
     ),
     ("numbers", lambda config, _: config("callbacks=[1]"), ConfigError, "callbacks"),
     (
-        "a callback of no module",
-        lambda config, folder: dry_run(config('callbacks=["no_such_module:Mine"]'), folder / "run"),
-        ConfigError,
-        "no_such_module",
-    ),
-    (
         "a class as a callback",
         lambda config, folder: run(config(), folder, callbacks=[Callback]),
         TypeError,
@@ -142,38 +121,8 @@ REFUSALS = [
         "schedule.fae.rate",
     ),
     (
-        "verify fae",
-        lambda config, _: verify_budgets(config(*FAE)),
-        ConfigError,
-        "order",
-    ),
-    (
-        "verify torch",
-        lambda config, _: verify_budgets(config("embeddings=torch")),
-        ConfigError,
-        "'torch'",
-    ),
-    (
-        "verify no step",
-        lambda config, _: verify_budgets(config(), max_steps=0),
-        ConfigError,
-        "max_steps",
-    ),
-    (
-        "verify hotline",
-        lambda config, _: verify_budgets(config("schedule=hotline")),
-        ConfigError,
-        "'hotline'",
-    ),
-    (
-        "verify what skips",
-        lambda config, _: verify_budgets(config("skip=random_drop")),
-        ConfigError,
-        "random_drop",
-    ),
-    (
         "other synthetic data",
-        lambda config, _: open_source(config(data="synthetic:x")),
+        lambda config, folder: run(config(data="synthetic:x"), folder),
         ConfigError,
         "synthetic:x",
     ),
@@ -185,49 +134,28 @@ REFUSALS = [
         ConfigError,
         "validation part",
     ),
-    ("a folder of no run", lambda _, folder: evaluate_run(folder), ConfigError, "config.toml"),
     (
         "files without a budget",
         lambda config, folder: run(config("cold_tier=file"), folder),
         ConfigError,
         "budget",
     ),
-    (
-        "a dry run in a full folder",
-        lambda config, folder: dry_run_in(config(), folder),
-        AlreadyExists,
-        "full",
-    ),
-    (
-        "a dry run of no store",
-        lambda config, folder: dry_run(config(data=str(folder)), folder / "run"),
-        StoreError,
-        "store",
-    ),
-    (
-        "a dry run of no plan",
-        lambda config, folder: dry_run(config("plan=nosuch", "budget=1MiB"), folder / "run"),
-        FileNotFoundError,
-        "nosuch",
-    ),
-    ("a score of NaN", lambda *_: auc(np.array([0.5, np.nan]), LABELS[:2]), ValueError, "NaN"),
-    ("more labels", lambda *_: auc(np.zeros(2), np.zeros(3)), ValueError, "(N,)"),
-    ("no samples", lambda *_: judge([], []), ValueError, "one sample"),
-    ("a label of -1", lambda *_: judge(ZEROS, [0, 1, -1, -1]), ValueError, "labels"),
-    ("a label of NaN", lambda *_: judge(ZEROS, [0, 1, np.nan, 0]), ValueError, "labels"),
-    ("a label of 0.5", lambda *_: judge(ZEROS, [0, 1, 0.5, 0.5]), ValueError, "labels"),
-    ("a label of 2", lambda *_: judge(ZEROS, [0, 1, 2, 2]), ValueError, "labels"),
-    ("an area of 2", lambda *_: auc(ZEROS, np.array([0, 1, 2, 2])), ValueError, "labels"),
+]
+DRY = "train synthetic:criteo-kaggle --run run --dry-run"
+COMMANDS = [
+    (f"{DRY} --set callbacks=['no_such_module:Mine']", "no_such_module"),
+    (f"{DRY} --set plan=nosuch --set budget=1MiB", "nosuch"),
+    ("train synthetic:criteo-kaggle --run . --dry-run", "not empty"),
+    ("train . --run run --dry-run", "meta.json"),
+    ("verify synthetic:criteo-kaggle --set schedule=fae --set budget=5000", "order"),
+    ("verify synthetic:criteo-kaggle --set schedule=hotline", "'hotline'"),
+    ("verify synthetic:criteo-kaggle --set embeddings=torch", "'torch'"),
+    ("verify synthetic:criteo-kaggle --set skip=random_drop", "random_drop"),
+    ("verify synthetic:criteo-kaggle --steps 0", "max_steps"),
+    ("evaluate .", "config.toml"),
 ]
 if not torch.cuda.is_available():
-    REFUSALS.append(
-        (
-            "a dry run on no GPU",
-            lambda config, folder: dry_run(config("device=cuda"), folder / "run"),
-            ConfigError,
-            "CUDA",
-        )
-    )
+    COMMANDS.append((f"{DRY} --set device=cuda", "CUDA"))
 
 
 @pytest.mark.parametrize(
@@ -238,4 +166,14 @@ def test_it_is_refused_by_name_before_a_run_has_a_folder(small_config, tmp_path,
         act(small_config, tmp_path)
 
     assert name in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("words", "name"), COMMANDS)
+def test_a_command_is_refused_by_name(tmp_path, monkeypatch, words, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").touch()
+    settings = [] if words.startswith("evaluate") else options(*SMALL_SETTINGS)
+
+    assert name in refused(*words.split(), *settings)
     assert not (tmp_path / "run").exists()

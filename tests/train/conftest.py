@@ -10,10 +10,10 @@ from tests.train.resumed_runs import stop_at  # noqa: F401
 from tests.train.test_models import CUSTOM, POOLED
 
 FEATURES = (
-    Feature("user", "user"),
-    Feature("tags", "tag", "multi"),
-    Feature("item", "item"),
-    Feature("history", "item", "sequence"),
+    ("user", "user"),
+    ("tags", "tag", "multi"),
+    ("item", "item"),
+    ("history", "item", "sequence"),
 )
 TABLES = {"item": 400, "user": 90, "tag": 12}
 
@@ -23,6 +23,7 @@ def table_store(tmp_path):
     """Writes a store of random samples, whose labels depend on the rows, and returns its path."""
 
     def write(name="store", *, num_samples=700, num_dense=2, has_weights=True, features=FEATURES):
+        features = [Feature(*each) for each in features]
         rng = np.random.default_rng(1)
         effects = {table: rng.normal(size=size) for table, size in TABLES.items()}
         sizes = [TABLES[each.table] for each in features if not each.is_bag]

@@ -28,11 +28,10 @@ import torch._dynamo  # noqa: F401  # torch imports it for the first optimizer
 from safetensors.torch import load_file
 
 import recsys.cli
-import recsys.train.trainer
-from recsys._support.machine import describe_environment
+from recsys.train import train  # noqa: F401  # imports what a run needs
 from recsys.train.checkpoint import newest
 from recsys.train.checkpoint.format import manifest_numbers, read_manifest
-from recsys.train.run_folder import write_json
+from tests.records import write_record
 
 SETTINGS = {
     "synthetic.num_samples": 60_000,
@@ -212,24 +211,20 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=SETTINGS["synthetic.num_samples"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(words)
-    record = {
-        "command": "make crash",
-        "environment": describe_environment(),
-        "settings": SETTINGS | {"synthetic.num_samples": options.samples},
-        "runs": [],
-    }
+    all_found = []
     for seed, (tier, schedule, depth, is_exact) in enumerate(RUNS[: options.runs]):
         with tempfile.TemporaryDirectory() as folder:
             run = tier, schedule, depth, options.samples
             found = crash(Path(folder) / "run", run, options.kills, seed)
         found["is_exact_promised"] = is_exact
-        record["runs"].append(found)
+        all_found.append(found)
         sys.stderr.write(f"{found}\n")
         is_equal = found["difference"] == 0 if is_exact else found["difference"] < 1e-4
         if not is_equal or not found["is_history_equal"]:
             raise AssertionError(f"differs: {found}")
     if options.json is not None:
-        write_json(options.json, record)
+        settings = SETTINGS | {"synthetic.num_samples": options.samples}
+        write_record(options.json, "make crash", settings=settings, runs=all_found)
 
 
 if __name__ == "__main__":

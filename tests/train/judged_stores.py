@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from recsys.datasets.store import Store
+from recsys.datasets import Store
 from recsys.datasets.store_writer import Feature, StoreWriter
-from recsys.train.metrics import MetricsAccumulator
 
 FEATURES = (
     Feature("user", "user"),
@@ -22,13 +21,6 @@ SMALL_MODEL = (
     "optimizer.lr=0.2",
     "num_threads=1",
 )
-
-
-def evaluate_logits(logits, labels):
-    """All metrics of some samples."""
-    accumulator = MetricsAccumulator()
-    accumulator.add(logits, labels)
-    return accumulator.result()
 
 
 def write_store(path, *, is_ranked=False, num_samples=700, seed=0):

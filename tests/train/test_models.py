@@ -5,7 +5,6 @@ import torch
 
 from recsys.config import load_config
 from recsys.datasets import Store
-from recsys.datasets.store_writer import Feature
 from recsys.errors import ConfigError
 from tests.train.judged_stores import write_store
 from tests.train.resumed_runs import evaluated, load_model, require_equal, run
@@ -165,8 +164,8 @@ def test_a_model_that_cannot_be_built_is_refused_by_name(
 
 def test_histories_are_the_sequences_that_share_a_table_with_a_candidate(table_store, tmp_path):
     assert Store(table_store()).histories == {"history": "item"}
-    tags, past = Feature("tags", "tag"), Feature("past", "item", "sequence")
-    data = table_store("other", features=(Feature("user", "user"), tags, past))
+    tags, past = ("tags", "tag"), ("past", "item", "sequence")
+    data = table_store("other", features=(("user", "user"), tags, past))
     assert Store(data).histories == {}
 
     with pytest.raises(ConfigError, match=r"model\.name 'din'"):

@@ -145,12 +145,12 @@ def test_dense_features_are_logs_of_counts_with_missing_ones_at_zero(kaggle):
 
 
 def test_description_is_json():
-    source = SyntheticCriteo(num_samples=np.int64(50), seed=4, table_sizes=np.array([3, 8]))
+    source = SyntheticCriteo(num_samples=np.int64(10), seed=4, table_sizes=np.array([3, 8]))
 
     described = json.loads(json.dumps(source.describe()))
 
     assert described["name"] == "synthetic:criteo-kaggle"
-    assert described["num_samples"] == 50
+    assert described["num_samples"] == 10
     assert described["seed"] == 4
     assert described["table_sizes"] == {"cat_0": 3, "cat_1": 8}
     assert described["best_auc"] is None  # the test part is too small

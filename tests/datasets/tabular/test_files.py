@@ -137,7 +137,6 @@ ZONES = [
         (
             {
                 "split": {"by": "column", "column": "c", "train": [True], "test": [False]},
-                "dense": {"d": {}},
                 "categorical": {"d": {"values": "integer"}},
             },
             {"c": [True, True], "d": [3, 4]},

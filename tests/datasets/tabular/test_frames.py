@@ -1,14 +1,10 @@
-from datetime import timedelta, timezone
 from decimal import Decimal
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from recsys.datasets import Store, write_store
-from recsys.datasets.tabular import read
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets import Schema, Store, write_store
 from recsys.errors import DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
@@ -39,24 +35,17 @@ def hash_of(rows, path, schema=SCHEMA):
     return source["sha256"]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3])
-def test_the_same_rows_in_other_chunks_give_the_same_store(tmp_path, num_rows):
-    chunks = [FRAME[start : start + num_rows] for start in range(0, len(FRAME), num_rows)]
-
-    whole, parts = (
-        Path(write_store(rows, SCHEMA, tmp_path / name).path)
-        for name, rows in (("a", FRAME), ("b", chunks))
-    )
-
-    for file in whole.rglob("*.*"):
-        if file.name != "meta.json":
-            assert file.read_bytes() == (parts / file.relative_to(whole)).read_bytes(), file
-
-
 def test_frames_of_pandas_and_tables_of_arrow_are_the_same_data(tmp_path):
     table = pa.Table.from_pandas(FRAME)
 
     assert hash_of(FRAME, tmp_path / "a") == hash_of(table, tmp_path / "b")
+    sessions = [FRAME.assign(user=np.array([7, 7, 1, 7, 3], kind)) for kind in ("i8", "f8")]
+    schema = Schema.from_dict(SCHEMA.as_dict() | {"group": "user"})
+    first, second = (
+        Store(write_store(frame, schema, tmp_path / f"of {place}").path)
+        for place, frame in enumerate(sessions)
+    )
+    assert first.fingerprint == second.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -76,34 +65,6 @@ def test_other_values_are_other_data(tmp_path, column, values):
     other = FRAME.assign(**{column: values})
 
     assert hash_of(FRAME, tmp_path / "a") != hash_of(other, tmp_path / "b")
-
-
-def test_columns_of_a_frame_are_taken_block_by_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(read, "_BATCH_ROWS", 2)
-    taken, take = [], pd.DataFrame.__getitem__
-
-    def record(frame, key):
-        taken.append(len(frame))
-        return take(frame, key)
-
-    monkeypatch.setattr(pd.DataFrame, "__getitem__", record)
-    report = write_store(FRAME, SCHEMA, tmp_path / "store")
-
-    assert report.num_rows == 5
-    assert max(taken) == 2
-
-
-@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-def test_times_of_pandas_with_a_zone_are_seconds_of_utc(tmp_path, unit):
-    local = pd.Series(["2024-01-01 00:00:00", "2024-07-01 00:00:01.9"], dtype="datetime64[ns]")
-    zoned = local.dt.tz_localize(timezone(timedelta(hours=2))).dt.as_unit(unit)
-    tree = {"label": "click", "timestamp": "when", "categorical": {"site": {}}}
-    frame = pd.DataFrame({"click": [0, 1], "site": ["a", "b"], "when": zoned})
-
-    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-
-    expected = [1704060000, 1719784801]
-    assert np.asarray(Store(tmp_path / "store").times).tolist() == expected
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float64", 53), ("float32", 24)])
@@ -137,13 +98,3 @@ def test_integers_and_text_are_told_apart_by_their_values(tmp_path):
     for name, other in (("text", ["a", "b"]), ("integers", [7, 8])):
         assert write(name, other, empty).num_rows == 4
     assert write("decimals", [7, 8], whole).num_rows == 4
-
-
-def test_groups_in_floats_are_integers_as_categorical_ones_are(tmp_path):
-    schema = Schema.from_dict(SCHEMA.as_dict() | {"group": "session"})
-
-    for name, dtype in (("a", "int64"), ("b", "float64")):
-        sessions = pd.Series([7, 7, 1, 7, 3], dtype=dtype)
-        write_store(FRAME.assign(session=sessions), schema, tmp_path / name)
-
-    assert Store(tmp_path / "a").fingerprint == Store(tmp_path / "b").fingerprint

@@ -1,15 +1,14 @@
+"""Stores of tables: leaks that must not be, rows like those of another store, encodings, splits."""
+
+import errno
+
 import numpy as np
 import pandas as pd
 import pytest
 
-from recsys.datasets import Store, prepare_table, write_store
-from recsys.datasets.numbering import read_vocabulary
-from recsys.datasets.tabular.encode import Encoder
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets import Schema, Store, prepare_table, write_store
 from recsys.errors import DatasetFormatError
-
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+from tests.datasets.tabular.decoded import ALL_TRAIN, bags_of, vocabularies_of
 
 CLICKS = {
     "label": "click",
@@ -60,40 +59,6 @@ def files(tmp_path):
         return [tmp_path / name]
 
     return write
-
-
-def test_negatives_are_beside_the_positives_of_the_training_part(tmp_path):
-    frame = purchases()
-    report = write_store(frame, Schema.from_dict(PURCHASES), tmp_path / "store")
-    store = Store(report.path)
-    num_train = report.num_rows - report.splits["test"] - report.splits["validation"]
-    assert report.splits["test"] == report.splits["validation"] == 6
-    assert (report.splits["train"], report.num_lacking) == (4 * num_train, 0)
-    about = {"item": "item", "item_features": ["genre"], "repeats": True}
-    assert store.meta["ranking"] == about
-
-    labels = store.labels[: 4 * num_train].reshape(-1, 4)
-    assert (labels == [1, 0, 0, 0]).all()
-    assert (store.labels[4 * num_train :] == 1).all()
-    users, items, genres = store.sparse.T
-    for sample in np.flatnonzero(store.labels == 0).tolist():
-        assert items[sample] != items[sample - sample % 4]
-        assert items[sample] > 0
-        beside = sample - sample % 4
-        for same in (users, store.groups, store.times):
-            assert same[sample] == same[beside]
-    assert (store.catalog[items, 0] == genres)[items > 0].all()
-
-
-def test_negatives_have_the_history_of_their_positive(tmp_path):
-    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
-    store = Store(tmp_path / "store")
-    num_train = len(store.splits["train"])
-    histories = bags_of(store)
-    for sample in range(num_train):
-        assert histories[sample] == histories[sample - sample % 4]
-    in_history = [store.sparse[each, 1] in histories[each] for each in range(num_train)]
-    assert np.array(in_history).reshape(-1, 4)[:, 1:].any()  # as items come again
 
 
 def pairs_of(store, samples):
@@ -150,64 +115,14 @@ def test_an_impression_is_not_in_the_histories_of_its_own_rows(tmp_path):
         "timestamp": "ts",
         "categorical": {"item": {}},
         "history": {"recent": {"of": "item"}},
-        "split": {"by": "fraction", "test": 0, "validation": 0},
+        "split": ALL_TRAIN,
     }
     write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-    assert bags_of(Store(tmp_path / "store")) == [[], [], [], [1], [1], [1]]
+    assert bags_of(Store(tmp_path / "store"))["recent"] == [[], [], [], [1], [1], [1]]
     del tree["timestamp"]
     write_store(frame, Schema.from_dict(tree), tmp_path / "file_order")
     in_order = [[], [1], [1], [1], [1, 4], [1, 4]]
-    assert bags_of(Store(tmp_path / "file_order")) == in_order
-
-
-@pytest.mark.filterwarnings("ignore:label 'click' is 1 in all 3 rows of the training part")
-def test_histories_of_training_rows_have_no_row_of_other_parts(tmp_path):
-    frame = pd.DataFrame(
-        {
-            "click": [1] * 6,
-            "user": ["u"] * 6,
-            "item": ["a", "b", "c", "d", "e", "f"],
-            "fold": ["train", "test", "train", "valid", "train", "test"],
-        }
-    )
-    tree = {
-        "label": "click",
-        "group": "user",
-        "categorical": {"item": {}},
-        "history": {"recent": {"of": "item"}},
-        "split": {
-            "by": "column",
-            "column": "fold",
-            "train": ["train"],
-            "test": ["test"],
-            "validation": ["valid"],
-        },
-    }
-    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-    a, c = 1, 2  # rows; those of other parts are unknown to training: row 0
-    train, test, valid = [[], [a], [a, c]], [[a], [a, 0, c, 0, 3]], [[a, 0, c]]
-    assert bags_of(Store(tmp_path / "store")) == [*train, *valid, *test]
-
-
-def test_rows_like_a_store_begin_with_empty_histories(tmp_path):
-    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
-    with pytest.warns(UserWarning, match=r"begin empty; .* name the files of store .*store too"):
-        write_store(purchases(), None, tmp_path / "like", like=tmp_path / "store")
-
-
-def bags_of(store):
-    ends = np.fromfile(store.path / "bag_ends.bin", np.int64)
-    values = np.fromfile(store.path / "bag_values.bin", np.int32)
-    return [values[begin:end].tolist() for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def test_the_seed_of_negatives_decides(tmp_path):
-    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        tree = PURCHASES | {"negatives": PURCHASES["negatives"] | {"seed": seed}}
-        write_store(purchases(), Schema.from_dict(tree), tmp_path / name)
-    first, again, other = (Store(tmp_path / name).sparse for name in "abc")
-    assert (first == again).all()
-    assert (first != other).any()
+    assert bags_of(Store(tmp_path / "file_order"))["recent"] == in_order
 
 
 def test_a_group_with_all_items_has_fewer_negatives(tmp_path):
@@ -215,7 +130,7 @@ def test_a_group_with_all_items_has_fewer_negatives(tmp_path):
     tree = {
         "group": "user",
         "categorical": {"user": {}, "item": {"values": "integer"}},
-        "split": {"by": "fraction", "test": 0, "validation": 0},
+        "split": ALL_TRAIN,
         "negatives": {"item": "item", "per_positive": 2},
     }
     report = write_store(frame, Schema.from_dict(tree), tmp_path / "store")
@@ -278,25 +193,6 @@ def test_rows_like_a_store_need_the_column_of_its_split_only_to_train_on(tmp_pat
         write_store(without, None, tmp_path / "x", like=like, split=True)
 
 
-def test_negatives_are_drawn_for_rows_like_a_store(tmp_path):
-    tree = {
-        "group": "user",
-        "categorical": {"user": {}, "item": {"values": "integer"}},
-        "split": {"by": "fraction", "test": 0.2, "validation": 0},
-        "negatives": {"item": "item", "per_positive": 2},
-    }
-    rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"user": rng.integers(0, 9, 60), "item": rng.integers(0, 30, 60)})
-    frame["user"] = "u" + frame["user"].astype(str)
-    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-
-    report = write_store(frame[:30], None, tmp_path / "new", like=tmp_path / "store", split=True)
-
-    found = Store(report.path)
-    assert found.labels[: report.splits["train"]].tolist() == [1, 0, 0] * 24
-    assert report.splits["test"] == 6
-
-
 def test_a_vocabulary_names_the_value_of_each_row(tmp_path):
     frame = pd.DataFrame({"click": [1, 0, 1, 1], "site": ["b", "ä", None, "b"], "n": [7, 7, 8, 9]})
     tree = {
@@ -306,83 +202,13 @@ def test_a_vocabulary_names_the_value_of_each_row(tmp_path):
             "n": {"values": "integer", "min_count": 2},
             "hashed": {"numbering": "hash", "num_rows": 5},
         },
-        "split": {"by": "fraction", "test": 0, "validation": 0},
+        "split": ALL_TRAIN,
     }
     write_store(frame.assign(hashed="x"), Schema.from_dict(tree), tmp_path / "store")
-    found = {
-        file.name: pa.ipc.open_file(file).read_all().column("value").to_pylist()
-        for file in (tmp_path / "store" / "vocabulary").iterdir()
-    }
-    assert found == {"0.arrow": [None, None, "b", "ä"], "1.arrow": [None, 7]}
-    assert Store(tmp_path / "store").table_sizes == {"site": 4, "n": 2, "hashed": 5}
-
-
-def test_text_of_parquet_that_is_not_utf8_is_numbered_by_its_bytes(tmp_path):
-    sites = pa.array([b"\xff", b"a", b"\xff"], pa.binary()).view(pa.string())
-    table = pa.table({"click": [1, 0, 1], "site": sites})
-    split = {"by": "fraction", "test": 0, "validation": 0}
-    schema = Schema.from_dict({"label": "click", "categorical": {"site": {}}, "split": split})
-    write_store(table, schema, tmp_path / "store")
-    write_store(table, None, tmp_path / "like", like=tmp_path / "store")
-    for name in ("store", "like"):
-        assert Store(tmp_path / name).sparse.ravel().tolist() == [1, 2, 1]
-
-
-def test_an_encoder_gives_the_samples_of_the_store(tmp_path, files):
-    rows = files(clicks(30))
-    prepare_table(rows, tmp_path / "store", Schema.from_dict(CLICKS))
     store = Store(tmp_path / "store")
-    encoder = Encoder(store)
-    (batch,) = encoder.files(rows).batches()
-    encoded = encoder.encode(batch)
-    mine, theirs = encoded.as_batch(), store.read(np.arange(30))
-    assert mine.sparse_features.keys() == theirs.sparse_features.keys()
-    assert mine.sparse_features.values().equal(theirs.sparse_features.values())
-    assert mine.sparse_features.offsets().equal(theirs.sparse_features.offsets())
-    assert mine.dense_features.equal(theirs.dense_features)
-    assert mine.labels.equal(theirs.labels)
-    assert set(encoder.unknown) == {"site", "size", "tags"}
-
-
-def test_an_encoder_needs_no_label_and_counts_unknown_values(tmp_path, files):
-    prepare_table(files(clicks(30)), tmp_path / "store", Schema.from_dict(CLICKS))
-    new = clicks(4, seed=8).drop(columns="click").assign(site=["a", "q", None, "b"])
-    encoder = Encoder(Store(tmp_path / "store"))
-    (batch,) = encoder.files(files(new)).batches()
-    encoded = encoder.encode(batch)
-    encoder.encode(batch)
-    assert encoded.others == {}
-    assert encoder.unknown["site"] == 2
-
-
-def test_an_encoder_reads_features_and_labels_alone(tmp_path, files):
-    tree = CLICKS | {"group": "size", "timestamp": "time", "weight": "w"}
-    frame = clicks(30).assign(size=7, time=range(30), w=1.0)
-    prepare_table(files(frame), tmp_path / "store", Schema.from_dict(tree))
-    new = frame.assign(size=None, time="never", click=pd.array([1, None] * 15, "Int64"))
-    encoder = Encoder(Store(tmp_path / "store"))
-    table = encoder.files(files(new))
-    (batch,) = table.batches()
-    encoded = encoder.encode(batch)
-    assert table.columns == ("price", "site", "size", "tags", "click")
-    assert encoded.features["size"].tolist() == [1] * 30  # the row of missing values
-    assert {name: values.tolist() for name, values in encoded.others.items()} == {
-        "labels": [1, -1] * 15
-    }
-
-
-def test_vocabularies_of_a_store_to_be_like_are_read_once(tmp_path, files, monkeypatch):
-    prepare_table(files(clicks(30)), tmp_path / "store", Schema.from_dict(CLICKS))
-    names = []
-
-    def read(file, *others):
-        names.append(file.name)
-        return read_vocabulary(file, *others)
-
-    monkeypatch.setattr("recsys.datasets.tabular.encode.read_vocabulary", read)
-    prepare_table(files(clicks(5)), tmp_path / "of_files", like=tmp_path / "store")
-    write_store(clicks(5), None, tmp_path / "of_frames", like=tmp_path / "store")
-    assert names == ["0.arrow", "1.arrow", "2.arrow"] * 2
+    assert store.table_sizes == {"site": 4, "n": 2, "hashed": 5}
+    del store.table_sizes["hashed"]  # it has no vocabulary
+    assert vocabularies_of(store) == {"site": [None, None, "b", "ä"], "n": [None, 7]}
 
 
 def test_stores_have_one_encoding_if_their_features_are_made_alike(tmp_path):
@@ -412,3 +238,109 @@ def test_stores_have_one_encoding_if_their_features_are_made_alike(tmp_path):
     assert encoding({"weight": "w"}, frame.assign(w=2.0)) == own
     other_tests = pd.concat([frame[:48], clicks(8, seed=9)])
     assert encoding({}, other_tests) == own
+
+
+@pytest.mark.parametrize("num_rows", [7, 13, 14, 20, 21, 1000])
+def test_fourteenths_have_the_sizes_of_the_split_of_criteo(tmp_path, num_rows):
+    schema = Schema.from_dict(CLICKS)
+    held = num_rows // 7
+
+    splits = write_store(clicks(num_rows), schema, tmp_path / "store").splits
+
+    expected = {"train": num_rows - held, "test": held - held // 2, "validation": held // 2}
+    assert splits == expected
+
+
+def test_a_random_split_has_about_the_shares_and_depends_on_the_seed(tmp_path):
+    frame, found = clicks(20_000).assign(t=range(20_000)), []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        split = {"by": "random", "test": 0.1, "validation": 0.2, "seed": seed}
+        schema = Schema.from_dict(CLICKS | {"timestamp": "t", "split": split})
+        found.append(Store(write_store(frame, schema, tmp_path / name).path))
+    shares = [len(part) / 20_000 for part in found[0].splits.values()]
+    np.testing.assert_allclose(shares, [0.7, 0.1, 0.2], atol=0.02)
+    assert (found[0].times == found[1].times).all()
+    assert (found[0].times != found[2].times).any()
+
+
+def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("recsys.datasets.tabular.split.Spool._write", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_store(clicks(9), Schema.from_dict(CLICKS), tmp_path / "store")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+EVENTS = pd.DataFrame(
+    [
+        ("u", "a", "view", 1),
+        ("u", "b", "cart", 2),
+        ("v", "c", "cart", 3),
+        ("u", "a", "buy", 4),
+        ("u", "d", "cart", 5),
+        ("u", "b", "buy", 6),
+        ("v", "c", "buy", 7),
+        ("u", "d", "buy", 8),
+    ],
+    columns=["user", "item", "kind", "t"],
+)
+
+
+def test_purchases_see_the_carts_before_them(tmp_path):
+    """As an example of what the random tables hold."""
+    tree = {
+        "group": "user",
+        "timestamp": "t",
+        "filter": {"kind": "buy"},
+        "categorical": {"item": {}},
+        "history": {"bought": {"of": "item"}, "carts": {"of": "item", "where": {"kind": "cart"}}},
+        "split": {"by": "timestamp", "test": 0.25, "validation": 0},
+        "negatives": {"item": "item", "per_positive": 1},
+    }
+    report = write_store(EVENTS, Schema.from_dict(tree), tmp_path / "store")
+
+    store = Store(report.path)
+    a, b, c, d = 1, 2, 3, 4  # d is in a cart of the training part, and was not bought there
+    is_positive = store.labels == 1
+    assert store.times[is_positive].tolist() == [4, 6, 7, 8]
+    assert report.splits == {"train": 6, "test": 1, "validation": 0}
+    bags = {
+        name: [bag for bag, is_one in zip(rows, is_positive, strict=True) if is_one]
+        for name, rows in bags_of(store).items()
+    }
+    assert bags["bought"] == [[], [a], [], [a, b]]
+    assert bags["carts"] == [[b], [b, d], [c], [b, d]]
+    assert bags["item"] == [[a], [b], [c], [d]]
+
+
+def test_a_schema_may_name_several_labels(tmp_path):
+    frame = pd.DataFrame({"click": [1, 1, 0, 0], "buy": [True, False, False, True], "c": "x"})
+    tree = {"labels": ["click", "buy"], "categorical": {"c": {}}, "split": ALL_TRAIN}
+    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+
+    store = Store(tmp_path / "store")
+    assert store.meta["labels"] == ["click", "buy"]
+    assert store.read(np.arange(4)).labels.tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "frame", "category"])
+def test_text_labels_are_made_0_and_1_by_a_rule(tmp_path, kind):
+    def write(rows, name, **options):
+        if kind in ("csv", "parquet"):
+            file = tmp_path / f"{name}.{kind}"
+            rows.to_csv(file, index=False) if kind == "csv" else rows.to_parquet(file)
+            return Store(prepare_table([file], tmp_path / name, **options).path)
+        rows = rows.astype({"bought": "category"}) if kind == "category" else rows
+        schema = options.pop("schema", None)
+        return Store(write_store(rows, schema, tmp_path / name, **options).path)
+
+    columns = {"categorical": {"c": {}}, "split": {"test": "1/6", "validation": 0}}
+    schema = Schema.from_dict({"label": "bought", "positive": "== yes", **columns})
+    frame = pd.DataFrame({"c": list("ababab"), "bought": ["yes", "no", "Yes", "no", "yes", "not"]})
+
+    assert write(frame, "store", schema=schema).labels.tolist() == [1, 0, 0, 0, 1, 0]
+    new = frame.assign(bought=["no", "yes"] * 3)
+    assert write(new, "like", like=tmp_path / "store").labels.tolist() == [0, 1] * 3

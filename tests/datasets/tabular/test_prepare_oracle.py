@@ -10,10 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recsys.datasets import Store, numbering, store_writer
-from recsys.datasets.tabular import split
-from recsys.datasets.tabular.prepare import prepare_table, write_store
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets import Schema, Store, prepare_table, write_store
+from tests.datasets.tabular.decoded import bags_of
 from tests.datasets.tabular.table_oracle import Expected
 
 pa = pytest.importorskip("pyarrow")
@@ -123,7 +121,7 @@ def schemas(draw):
             del tree[kind]
     by = ["fraction", "random", "column", "group"]
     if "negatives" in tree:
-        by.append("last_one_out")
+        by += ["last_one_out"] * len(by)  # only these may be divided so
     shares = maybe(test=["1/14", 0.3, "1/3"], validation=[0.2, 0, "1/7"])
     if "timestamp" in tree:
         by += ["timestamp", "moments"]
@@ -171,31 +169,11 @@ def arrow_table(frame):
     )
 
 
-def samples_of(store):
-    """Every array of a store, with a list for each bag."""
-    features, place = {}, 0
-    ends = None if store.bag_ends is None else store.bag_ends.reshape(-1)
-    values = store.bag_values
-    bags = [each.name for each in store.features if each.is_bag]
-    for feature in store.features:
-        if feature.is_bag:
-            column = bags.index(feature.name)
-            starts = np.concatenate([[0], ends])[column :: len(bags)]
-            features[feature.name] = [
-                values[begin:end].tolist()
-                for begin, end in zip(starts, ends[column :: len(bags)], strict=False)
-            ]
-        else:
-            features[feature.name] = store.sparse[:, [place]].tolist()
-            place += 1
-    return features
-
-
 @pytest.fixture(autouse=True)
 def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
-    monkeypatch.setattr(store_writer, "flush_to_disk", lambda path: None)
-    monkeypatch.setattr(split, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(numbering, "_BLOCK_VALUES", 3)
+    monkeypatch.setattr("recsys.datasets.store_writer.flush_to_disk", lambda path: None)
+    monkeypatch.setattr("recsys.datasets.tabular.split.BLOCK_ROWS", 4)
+    monkeypatch.setattr("recsys.datasets.numbering._BLOCK_VALUES", 3)
 
 
 @pytest.mark.filterwarnings("ignore:histories list rows of these files alone")
@@ -230,7 +208,7 @@ def check_store(store, expected):
     tree = expected.schema
     assert [len(part) for part in store.splits.values()] == expected.sizes
     assert store.labels.tolist() == expected.sample_labels()
-    assert samples_of(store) == expected.features()
+    assert bags_of(store) == expected.features()
     assert store.table_sizes == {table: size for table, (_, size) in expected.vocabularies.items()}
     np.testing.assert_allclose(store.dense, expected.dense(), rtol=2e-6, atol=1e-6)
     assert store.groups.tolist() == expected.groups()
@@ -245,8 +223,6 @@ def check_store(store, expected):
             assert array is None
     if "negatives" in tree:
         assert store.meta["ranking"]["repeats"] == expected.has_repeats()
-    batch = store.read(np.arange(store.num_samples))
-    assert batch.sparse_features.stride() == store.num_samples
 
 
 def check_like(like, store, expected):
@@ -254,7 +230,7 @@ def check_like(like, store, expected):
     assert [len(part) for part in like.splits.values()] == [0, len(expected.kept()), 0]
     assert like.table_sizes == store.table_sizes
     assert like.labels.tolist() == [expected.labels[row][0] for row in expected.kept()]
-    assert samples_of(like) == expected.features(is_new=True)
+    assert bags_of(like) == expected.features(is_new=True)
     places = {row: place for place, row in enumerate(expected.kept())}
     order = [places[row] for row in expected.order]
     np.testing.assert_array_equal(like.dense[order], store.dense)

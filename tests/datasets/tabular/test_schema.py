@@ -4,8 +4,6 @@ import tomllib
 import pytest
 
 from recsys.datasets import Schema
-from recsys.datasets.store_writer import Feature
-from recsys.datasets.tabular.schema import find_schema, named_schemas
 from recsys.errors import ConfigError
 
 WHOLE = """
@@ -72,14 +70,14 @@ def test_toml_and_json_give_the_same_schema_back(tmp_path):
 
 def test_features_tables_and_columns_are_in_order():
     schema = Schema.from_dict(tomllib.loads(WHOLE))
-    assert schema.features == (
-        Feature("user", "user"),
-        Feature("item", "item"),
-        Feature("site", "site"),
-        Feature("tags", "tags", "multi"),
-        Feature("seen", "item", "sequence"),
-        Feature("recent", "item", "sequence"),
-    )
+    assert [tuple(feature) for feature in schema.features] == [
+        ("user", "user", "one"),
+        ("item", "item", "one"),
+        ("site", "site", "one"),
+        ("tags", "tags", "multi"),
+        ("seen", "item", "sequence"),
+        ("recent", "item", "sequence"),
+    ]
     assert [table.name for table in schema.tables] == ["user", "item", "site", "tags"]
     assert schema.tables[1].columns == ("item", "seen")
     assert [table.first_row for table in schema.tables] == [1, 2, 1, 1]
@@ -209,11 +207,3 @@ REFUSED = [
 def test_a_schema_is_refused_by_name(keys, name):
     with pytest.raises(ConfigError, match=name):
         Schema.from_dict(keys)
-
-
-def test_a_schema_is_found_by_its_name_or_its_path(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('label = "y"\n[categorical.c]\n')
-    assert find_schema(str(path)) == Schema.from_dict(SMALL)
-    assert named_schemas() == ["avazu", "gowalla", "movielens", "session_clicks"]
-    assert [find_schema(name).label for name in named_schemas()] == ["click", "", "", ""]

@@ -60,3 +60,17 @@ def test_a_compiler_sees_the_whole_of_it():
 
     for ours, theirs in zip(found, outcome(arch, (dense, sparse)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("num_sparse", "dense", "sparse", "name"),
+    [
+        (3, (2, 4), (2, 5, 4), "sparse_features"),
+        (40, (2, 4), (2, 2, 4), "sparse_features"),
+        (3, (1, 4), (2, 3, 4), "dense_features"),
+        (3, (2, 1), (2, 3, 4), "dense_features"),
+    ],
+)
+def test_other_shapes_are_refused_by_name(num_sparse, dense, sparse, name):
+    with pytest.raises(ValueError, match=name):
+        InteractionArch(num_sparse)(torch.ones(dense), torch.ones(sparse))

@@ -7,6 +7,7 @@ import torch
 from recsys.batch import JaggedIds
 from recsys.config import OptimizerConfig
 from recsys.embeddings import TableConfig
+from recsys.errors import ConfigError
 from recsys.train.build import build_embeddings, build_loader, open_source
 
 PROVIDERS = ["recsys", "torch"]
@@ -60,3 +61,13 @@ def test_providers_draw_and_update_alike(name, lr):
         assert list(others) == list(results["torch"])
         for key, expected in results["torch"].items():
             torch.testing.assert_close(others[key], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_torch_has_no_form_of_is_refused_by_name():
+    mean = TableConfig(name="t", num_embeddings=9, embedding_dim=4, pooling="mean")
+
+    for tables, name in (([mean], "pooling"), (TABLES * 2, "names")):
+        with pytest.raises(ValueError, match=name):
+            build_embeddings("torch", tables, OptimizerConfig())
+    with pytest.raises(ConfigError, match="rowwise_adagrad"):
+        build("torch", name="rowwise_adagrad")

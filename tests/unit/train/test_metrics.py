@@ -16,12 +16,18 @@ from recsys.train.metrics import (
     auc,
     evaluate_groups,
 )
-from tests.train.judged_stores import evaluate_logits
 
 SAMPLES = st.lists(
     st.tuples(st.integers(-3, 3), st.booleans(), st.integers(-2, 3)), min_size=1, max_size=60
 )
 ALL = np.ones(3, np.bool_)
+
+
+def evaluate_logits(logits, labels):
+    """All metrics of some samples."""
+    accumulator = MetricsAccumulator()
+    accumulator.add(logits, labels)
+    return accumulator.result()
 
 
 def arrays(samples):
@@ -204,3 +210,16 @@ def test_without_two_groups_there_is_no_error():
 
     assert (none.recall_at_k, none.ndcg_at_k, none.num_rankings) == (None, None, 0)
     assert one.result().recall_standard_error is None
+
+
+@pytest.mark.parametrize("labels", [[0, 1, -1, -1], [0, 1, np.nan, 0], [0, 1, 0.5, 0.5], [0, 1, 2]])
+def test_other_labels_and_scores_are_refused(labels):
+    zeros = np.zeros(len(labels), np.float32)
+
+    for judge in (evaluate_logits, auc):
+        with pytest.raises(ValueError, match="labels"):
+            judge(zeros, np.array(labels))
+    with pytest.raises(ValueError, match="NaN"):
+        auc(np.full(2, np.nan), np.array([0, 1]))
+    with pytest.raises(ValueError, match="one sample"):
+        evaluate_logits(zeros[:0], np.array([]))
