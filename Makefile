@@ -69,7 +69,7 @@ twins: setup
 	$(BIN)/python tests/exact/twins.py --minutes $(MINUTES) --json benchmarks/results/twins.json
 
 crash: setup
-	$(BIN)/python tests/train/crash.py --json benchmarks/results/crash.json
+	PYTHONPATH=. $(BIN)/python tests/train/crash.py --json benchmarks/results/crash.json
 
 # Damages the input of every reader, at random, for a time; case n of a reader is always the same.
 fuzz: setup

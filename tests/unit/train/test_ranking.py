@@ -203,8 +203,8 @@ def test_all_items_are_ranked_for_every_question(
     store = write(samples, sizes, schema=schema)
     store.meta["ranking"]["repeats"] = come_again
     if seed > 3:  # in parts
-        monkeypatch.setattr("recsys.train.evaluate._MOST_SCORES", 30)
-        monkeypatch.setattr("recsys.train.evaluate._BLOCK", 7)
+        monkeypatch.setattr("recsys.train.ranking._MOST_SCORES", 30)
+        monkeypatch.setattr("recsys.train.ranking._BLOCK", 7)
 
     found = rank(store, k, batch_size=batch_size)
 
