@@ -44,32 +44,8 @@ def test_a_word_that_no_case_has_stops_the_collection(pytestconfig, tmp_path, se
     assert "first, second, third" in ended.stdout
 
 
-@pytest.mark.in_ci("-k")
-@pytest.mark.parametrize("selection", [["-k", "third"], "[third]"], ids=str)
-def test_a_word_of_a_case_that_is_not_selected_is_let_be(pytestconfig, tmp_path, selection):
-    ended = collected(pytestconfig, tmp_path, "second", selection)
-
-    assert ended.returncode == 0, ended.stdout
-
-
 @pytest.mark.parametrize("case", ["first", "second"])
 def test_a_case_that_no_word_is_part_of_is_left_out(request, case):
     request.node.add_marker(pytest.mark.in_ci("irs", "third"))
 
     assert is_left_out(request.node) == (case == "second")
-
-
-@pytest.mark.parametrize("case", ["first", "second"])
-def test_each_case_of_a_test_outside_ci_is_left_out(request, case):
-    request.node.add_marker(pytest.mark.in_ci("first"))
-    request.node.add_marker(pytest.mark.outside_ci)
-
-    assert is_left_out(request.node)
-
-
-def test_a_test_without_cases_may_be_outside_ci(request):
-    assert not is_left_out(request.node)
-
-    request.node.add_marker(pytest.mark.outside_ci)
-
-    assert is_left_out(request.node)

@@ -21,8 +21,7 @@ changes the order of samples:
 `TrainPipeline(..., skip=policy)` leaves out what has stopped changing:
 
     policies            what is left out: samples, updates of rows, or nothing (Observe)
-    choice              which samples of a mini-batch are kept
-    importance          the same for the policy Importance, by a small model that predicts labels
+    importance          what Importance keeps of a mini-batch, by a small model that predicts labels
     refill              mini-batches of full size from the samples that are kept
     guard               lowers or stops skipping when predictions get worse
     skipping            a policy at work in a pipeline

@@ -163,7 +163,7 @@ def pipelines(rank, world, exchange):
         batches = iter([Batch(*part) for part in parts])
         for _, _, labels in parts:
             tiers_of_rank = model.module.ebc.fetchers()
-            num_ahead += sum(bool(each.num_ahead) for each in tiers_of_rank)
+            num_ahead += sum(bool(each.num_started) for each in tiers_of_rank)
             losses.append(float(loss_of(running.progress(batches), labels)))
         found[name] = found_in(model) | {"losses": losses, "num_ahead": num_ahead}
     return found

@@ -124,7 +124,7 @@ def sequences_in_a_pipeline(rank, world, bounds):
     parts = [of_rank(step, begin, end, bounds[-1]) for step in range(NUM_STEPS)]
     batches = iter([Batch(*part) for part in parts])
     for step, (_, _, labels) in enumerate(parts):
-        num_ahead += sum(bool(each.num_ahead) for each in model.module.ec.fetchers())
+        num_ahead += sum(bool(each.num_started) for each in model.module.ec.fetchers())
         if step == 3:
             running.detach().eval()
             with torch.no_grad():

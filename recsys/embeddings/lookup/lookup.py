@@ -218,8 +218,8 @@ def look_up(
             fetcher.before_lookup(lookups, bags)
         if num_samples:
             pool_part(group, lookups, one.lookups_5L, bags, kept, result)
-        num_ahead = 0 if fetcher is None else fetcher.num_ahead
-        calls.append((group, Call(number, lookups, *of_input, num_ahead)))
+        num_started = 0 if fetcher is None else fetcher.num_started
+        calls.append((group, Call(number, lookups, *of_input, num_started)))
     if is_recorded:
         if untrained_row is not None:
             calls = [(group, _without_row(group, call, untrained_row)) for group, call in calls]

@@ -45,7 +45,7 @@ class Call(NamedTuple):
         num_samples: B.
         num_bounds: Bags of all features; 0 if bag i is id i.
         weights: A copy of the ids' factors; None for 1.
-        num_ahead: Transfers put in the background before the lookup; see `Fetcher.begin_update`.
+        num_started: Transfers started in the background before it; see `Fetcher.begin_update`.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     num_samples: int
     num_bounds: int
     weights: Tensor | None
-    num_ahead: int
+    num_started: int
 
 
 class Entry(NamedTuple):

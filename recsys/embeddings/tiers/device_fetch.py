@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys.embeddings.kernels.cpu.claim import FETCHED, LEFT, NUM_COUNTS, PLANNED, POPULAR
+from recsys.embeddings.kernels.cpu.claim import FETCHED, NUM_COUNTS, PLANNED, POPULAR, WITHOUT_SLOT
 from recsys.embeddings.kernels.cpu.row_map import EMPTY, NOWHERE
 from recsys.embeddings.kernels.triton.claim import DeviceMarks, claim, most_rows
 from recsys.embeddings.kernels.triton.lookup import DeviceInput, DeviceLookups
@@ -99,7 +99,7 @@ class DeviceFetcher(Fetcher):
         if lookups not in self._covered:
             with self.lock:
                 self._claim(lookups, bags, self._needed)
-        if not self._has_warned and int(self._seen[LEFT]):
+        if not self._has_warned and int(self._seen[WITHOUT_SLOT]):
             self._warn_of_left()
 
     def begin_update(self, entries: Sequence[Entry]) -> None:

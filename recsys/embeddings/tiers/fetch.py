@@ -13,9 +13,9 @@ the background:
 
     1. A lookup that meets a row on its way returns `IN_FLIGHT`; then it waits for all transfers,
        and is repeated. So a lookup is right whatever was claimed.
-    2. A transfer that was started after a lookup may move its rows. If there is one, the update of
-       the lookup first waits for all transfers. In `TrainPipeline` there is none, because it claims
-       between update and lookup.
+    2. A transfer that was started after a lookup may move its rows. If there is one after any of
+       its lookups, an update first waits for all transfers. In `TrainPipeline` there is none,
+       because it claims between update and lookup.
 
 A third keeps transfers apart: the slots of a claim are not taken while its own transfer may still
 run, even if its mini-batch was dropped.
@@ -36,10 +36,10 @@ from recsys._support.torch_compat import versions_of
 from recsys._support.user_code import warn_caller
 from recsys.embeddings.kernels.cpu.claim import (
     FETCHED,
-    LEFT,
     NUM_COUNTS,
     PLANNED,
     POPULAR,
+    WITHOUT_SLOT,
     WRITTEN,
     claim,
     drop_all,
@@ -138,7 +138,7 @@ class Fetcher:
         planned: As given.
         marks: Where rows are.
         queue: Moves rows.
-        num_ahead: Transfers started in the background.
+        num_started: Transfers started in the background.
         sums: The numbers of `counts`, and others after them.
         waited: Seconds that callers waited for rows.
         popular: Other rows that do not leave their slots until `pin` or `pin_popular`, the most
@@ -153,7 +153,7 @@ class Fetcher:
         self._group, self.lock = group, threading.RLock()
         self.sums: Any = np.zeros(NUM_COUNTS, np.int64)
         self.marks, self.queue = self._make(int(group.first_rows[-1]), num_slots)
-        self.num_ahead, self.waited = 0, 0.0
+        self.num_started, self.waited = 0, 0.0
         # Generations: the oldest one that is not over, and the last one that was claimed ahead.
         self._needed = self._last = 1
         self._views: list[Tensor] = []  # of `weight.data`, whose versions are others
@@ -190,12 +190,12 @@ class Fetcher:
         if self._short >= self._needed:
             return None
         self._last = max(self._last, self._needed) + 1
-        self.num_ahead += 1
+        self.num_started += 1
         with self.lock:
             found = [self._claim(lookups, bags, self._last) for lookups, bags in wanted]
             self.queue.start()
         counts = np.sum([claimed.counts for claimed in found], axis=0)
-        if counts[LEFT]:
+        if counts[WITHOUT_SLOT]:
             self._short = self._last
         return found[-1]._replace(counts=counts, lookups={lookups for lookups, _ in wanted})
 
@@ -215,8 +215,8 @@ class Fetcher:
             if is_waiting:
                 self._finish(claimed.transfer)
             self._counted = claimed.lookups
-            self._covered = frozenset() if claimed.counts[LEFT] else claimed.lookups
-            self.sums[:LEFT] += claimed.counts[:LEFT]
+            self._covered = frozenset() if claimed.counts[WITHOUT_SLOT] else claimed.lookups
+            self.sums[:WITHOUT_SLOT] += claimed.counts[:WITHOUT_SLOT]
 
     def before_lookup(self, lookups: Lookups, bags: Bags) -> None:
         """Claim slots for a lookup in training, unless it was claimed ahead."""
@@ -231,14 +231,14 @@ class Fetcher:
             else:
                 self.queue.drop_last()
         if lookups not in self._counted:
-            self.sums[:LEFT] += counts[:LEFT]
-        self.sums[LEFT] += counts[LEFT]
-        if counts[LEFT] and not self._has_warned:
+            self.sums[:WITHOUT_SLOT] += counts[:WITHOUT_SLOT]
+        self.sums[WITHOUT_SLOT] += counts[WITHOUT_SLOT]
+        if counts[WITHOUT_SLOT] and not self._has_warned:
             self._warn_of_left()
 
     def begin_update(self, entries: Sequence[Entry]) -> None:
         """Let no transfer touch these rows; writes are our own until `accept_writes`."""
-        if self.queue and any(entry.call.num_ahead != self.num_ahead for entry in entries):
+        if self.queue and any(entry.call.num_started != self.num_started for entry in entries):
             self.settle()
         self._versions = None
 
@@ -449,7 +449,7 @@ class Fetcher:
             transfer.moves_4M,
             transfer.counts,
         )
-        self.sums[LEFT + 1 :] += transfer.counts[LEFT + 1 :]
+        self.sums[WITHOUT_SLOT + 1 :] += transfer.counts[WITHOUT_SLOT + 1 :]
         return Claim(generation, transfer, transfer.counts)
 
 

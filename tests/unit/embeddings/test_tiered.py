@@ -96,6 +96,16 @@ class TestRaces:
         step(both)
         assert are_same(both)
 
+    def test_an_update_of_several_lookups_waits_for_a_fetch_that_began_after_one(self):
+        both = pair()
+        train(both, *range(4), 6, 7, has_step=False)  # 6 and 7 get no slot
+        both[1].fetcher.begin(both[1].claim_ahead(ids(both, 0)))
+        both[1].claim_ahead(ids(both, 6, 7))
+        train(both, 0, has_step=False)  # after the last claim
+        time.sleep(0.06)  # fetched, and not yet known
+        step(both)
+        assert are_same(both)
+
     def test_an_evaluation_waits_for_rows_that_leave(self):
         both = pair()
         train(both, 0, 1, 2, 3)
@@ -394,6 +404,10 @@ def test_a_write_beside_rows_that_are_written_back_is_noticed():
             "an_update_waits_for_a_write_back_that_began_after_its_lookup",
         ),
         ((Fetcher, "begin_update"), "an_update_waits_for_a_fetch_that_began_after_its_lookup"),
+        (
+            (Fetcher, "begin_update"),
+            "an_update_of_several_lookups_waits_for_a_fetch_that_began_after_one",
+        ),
         ((Fetcher, "settle"), "an_evaluation_waits_for_rows_that_leave"),
         ((Fetcher, "settle"), "a_gradient_of_weights_waits_for_rows_that_leave"),
         (

@@ -41,13 +41,13 @@ __all__ = [
     "DONE",
     "FETCHED",
     "HITS",
-    "LEFT",
     "LOOKUPS",
     "NUM_COUNTS",
     "PLANNED",
     "POPULAR",
     "ROWS",
     "ROWS_HIT",
+    "WITHOUT_SLOT",
     "WRITTEN",
     "claim",
     "drop_all",
@@ -57,7 +57,7 @@ __all__ = [
 
 # Counts of a claim: ids looked up, ids whose row had a slot or was on its way to one, and both with
 # each row counted once, rows without a slot, rows to fetch, to write back, and whether it was done.
-LOOKUPS, HITS, ROWS, ROWS_HIT, LEFT, FETCHED, WRITTEN, DONE, NUM_COUNTS = range(9)
+LOOKUPS, HITS, ROWS, ROWS_HIT, WITHOUT_SLOT, FETCHED, WRITTEN, DONE, NUM_COUNTS = range(9)
 # Why a row does not leave its slot: a plan has it, or it was used more than others.
 PLANNED, POPULAR = 1, 2
 # Rows of the list of moves.
@@ -192,7 +192,7 @@ def _give(
                 slot = slot + 1 if slot + 1 < num_slots else 0
             if num_passed >= num_slots or is_full:
                 slot_of_row[row] = LEAVING if was_leaving else NOWHERE
-                counts[LEFT] += 1
+                counts[WITHOUT_SLOT] += 1
                 continue
             old = row_of_slot[slot]
             if old != EMPTY:

@@ -435,7 +435,7 @@ def _update_rows(
                 second_state[of_row2 + d] = squares
                 updated = widen(flat[first + d]) - rate * (average / (np.sqrt(squares) + eps))
                 flat[first + d] = narrow(flat[first + d], updated, key, d)
-        else:
+        else:  # _PARTIAL_ROWWISE_ADAM
             of_row, of_row2 = bases[1] + index * dim, bases[2] + index
             squares = second_state[of_row2]
             squares += share2 * (mean_square - squares)

@@ -31,11 +31,11 @@ from recsys._support.sizes import cdiv
 from recsys.embeddings.kernels.cpu.claim import (
     FETCHED,
     HITS,
-    LEFT,
     LOOKUPS,
     NUM_COUNTS,
     ROWS,
     ROWS_HIT,
+    WITHOUT_SLOT,
     WRITTEN,
 )
 from recsys.embeddings.kernels.cpu.row_map import EMPTY, NOWHERE, WANTED
@@ -52,8 +52,8 @@ _BLOCK_IDS, _BLOCK_SLOTS = 256, 256
 _MOST_PROGRAMS = 128  # that look at slots; each adds up the counts of all
 _LOOKED_AT = 4  # slots for each row that may need one, at least
 _NUM_COUNTS = 16  # those of the CPU, and others
-_LOOKUPS, _HITS, _ROWS, _ROWS_HIT, _LEFT, _FETCHED, _WRITTEN = map(
-    tl.constexpr, (LOOKUPS, HITS, ROWS, ROWS_HIT, LEFT, FETCHED, WRITTEN)
+_LOOKUPS, _HITS, _ROWS, _ROWS_HIT, _WITHOUT_SLOT, _FETCHED, _WRITTEN = map(
+    tl.constexpr, (LOOKUPS, HITS, ROWS, ROWS_HIT, WITHOUT_SLOT, FETCHED, WRITTEN)
 )
 _MISSING, _HAND = tl.constexpr(NUM_COUNTS), tl.constexpr(NUM_COUNTS + 1)
 _ROUNDS, _BINS = tl.constexpr(9), tl.constexpr(16)  # the number of bits of a use count is 0 to 8
@@ -348,7 +348,7 @@ def _take_kernel(
     if program == 0:
         tl.store(counts + _ROWS, num_missing + tl.load(counts + _ROWS_HIT))
         tl.store(counts + _FETCHED, num_taken)
-        tl.store(counts + _LEFT, num_missing - num_taken)
+        tl.store(counts + _WITHOUT_SLOT, num_missing - num_taken)
     # All slots of earlier rounds are taken, and of the last round the first `num_last`.
     last = tl.sum((tl.cumsum(in_all, 0) < num_taken).to(tl.int32), 0)
     num_last = num_taken - tl.sum(tl.where(bins < last, in_all, 0), 0)
