@@ -13,7 +13,7 @@ from tests.journeys.journey import SYNTHETIC, history_of, num_lines, record_of, 
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
 
-RECIPE = options(*SYNTHETIC, "epochs=12", "checkpoint.every_steps=7", "checkpoint.every_seconds=0")
+RECIPE = options(*SYNTHETIC, "epochs=7", "checkpoint.every_steps=7", "checkpoint.every_seconds=0")
 TRAIN = ("train", "synthetic:criteo-kaggle", *RECIPE)
 # What changes with each attempt: the first begins the run, the last one ends it.
 SAME = [[], [], [], []]

@@ -36,7 +36,7 @@ POOLED = {
     "of one's own": [f"model.name={__name__}:Wide"],
 }
 WITHOUT_DENSE = [setting for setting in SMALL if not setting.startswith("model.dense_arch")]
-SMALL_BATCHES = ("batch_size=16", "epochs=2")  # whose rows fit a budget
+SMALL_BATCHES = ("batch_size=16",)  # whose rows fit a budget
 WITH_HISTORIES = {
     "din": [*WITHOUT_DENSE, *SMALL_BATCHES, "model.name=din", "model.din.attention=[8]"],
     "tbsm": [
@@ -71,7 +71,7 @@ def test_a_model_of_pooled_vectors_learns(tmp_path, name):
     settings = [
         *(setting for setting in SYNTHETIC if name != "of one's own" or "_arch" not in setting),
         *POOLED[name],
-        "epochs=6",
+        "epochs=4",
     ]
 
     run = train_in_both_ways(tmp_path, "synthetic:criteo-kaggle", *settings, budget="30KiB")

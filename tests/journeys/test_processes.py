@@ -20,7 +20,7 @@ from tests.journeys.journey import SYNTHETIC, auc_of, num_lines, record_of, requ
 SAVES = ("checkpoint.every_steps=9", "checkpoint.every_seconds=0")
 # Adagrad divides a first gradient by its own size: one near zero, summed in another order, moves a
 # number by the whole rate, up or down.
-RECIPE = options(*SYNTHETIC, *SAVES, "optimizer.name=sgd", "epochs=6")
+RECIPE = options(*SYNTHETIC, *SAVES, "optimizer.name=sgd", "epochs=4")
 TRAIN = ("train", "synthetic:criteo-kaggle", *RECIPE)
 BUDGET = options("budget=24KiB", "cold_tier=file")
 
@@ -81,7 +81,7 @@ def test_killed_processes_are_continued_by_as_many_or_by_one(whole, tmp_path):
 
 def test_a_run_of_one_process_is_continued_by_two(tmp_path):
     run = tmp_path / "run"
-    recsys(*TRAIN, "--run", run, *options("epochs=3"))
+    recsys(*TRAIN, "--run", run, *options("epochs=2"))
     by_two = shutil.copytree(run, tmp_path / "by_two")
 
     recsys(*TRAIN, "--run", run, "--resume")
