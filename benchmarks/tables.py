@@ -146,7 +146,7 @@ def _differences(
 ) -> dict[str, Mapping[str, Any]]:
     """A variation beside another one, by metric, in pairs of equal seeds; times as ratios."""
     found = make_differences(cells, {"variations": [variation], "baseline": baseline})
-    return {entry["metric"]: entry for entry in found}  # the ratio comes last
+    return {entry["metric"]: entry for entry in found}
 
 
 def _change(entry: Mapping[str, Any]) -> str:

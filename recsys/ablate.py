@@ -8,7 +8,6 @@ The file of an ablation is a base configuration and the table `[ablate]`:
     target_split = "test"          # split of that AUC; default "test"
     eval_every_samples = 4096      # training samples between evaluations; default 4096
     baseline = "none"              # optional: compare all others with this variation, in pairs
-    late_share = 0.25              # optional: mean quality over this last share of the training
 
     [[ablate.variations]]          # named sets of keys, ...
     name = "sgd"
@@ -38,11 +37,8 @@ import threading
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
-from math import prod
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in
@@ -51,10 +47,11 @@ from recsys._support.user_code import plain_warnings
 from recsys.config import (
     AblationKeys,
     TrainConfig,
-    build_from_file,
+    VariationKeys,
     describe_config,
     flat,
     put_key,
+    read_tree,
     replace,
 )
 from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
@@ -62,13 +59,11 @@ from recsys.report import make_differences, make_rows, write_report
 from recsys.train.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 __all__ = ["AblationConfig", "AblationKeys", "Cell", "ablate", "load_ablation"]
 
-_MOST_VARIATIONS = 10_000
 _TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
 
 
@@ -114,34 +109,27 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
     Raises:
         ConfigError: a key is unknown, is set in two places, or has a wrong value.
     """
-    return build_from_file(partial(_build_ablation, settings=settings), file, settings)
-
-
-def _build_ablation(tree: Mapping[str, Any], settings: Sequence[str]) -> AblationConfig:
-    table = tree.get("ablate")
-    if not isinstance(table, dict):
+    tree = read_tree(file, settings)
+    if not isinstance(tree.get("ablate"), dict):
         raise ConfigError("there is no table [ablate]; it needs seeds, and variations or a grid")
-    table, base = dict(table), {key: value for key, value in tree.items() if key != "ablate"}
-    variations = _variations(table.pop("variations", []), table.pop("grid", {}))
+    base = {key: value for key, value in tree.items() if key != "ablate"}
     try:
-        keys = AblationKeys(**table)
+        keys = AblationKeys(**tree["ablate"])
+        variations = _variations(keys)
     except ConfigError as error:
         raise ConfigError(f"ablate.{error}") from None
-    if keys.baseline and (keys.baseline not in variations or len(variations) < 2):
+    if keys.baseline and keys.baseline not in variations:
         raise ConfigError(
-            f"ablate.baseline must name one of two or more variations, got {keys.baseline!r}; "
-            f"the variations are {list(variations)[:20]}"
+            f"ablate.baseline must name a variation, got {keys.baseline!r}; the variations are "
+            f"{list(variations)[:20]}"
         )
-    for key in _TARGET_KEYS.values():
-        if key in table and not keys.target_auc:
-            raise ConfigError(f"ablate.{key} means nothing without ablate.target_auc; drop it")
     decided = {"seed": "seeds"} | (_TARGET_KEYS if keys.target_auc else {})
     for place, found in {"the base configuration": flat(base), **variations}.items():
         for key in decided.keys() & found:
             raise ConfigError(f"{place} sets {key}, which ablate.{decided[key]} sets; drop {key}")
     for setting in settings:
         for variation, found in variations.items():
-            if any(_overlap(setting.partition("=")[0].strip(), key) for key in found):
+            if _overlapping([setting.partition("=")[0].strip()], found):
                 raise ConfigError(
                     f"--set {setting} has no effect: variation {variation!r} sets this key; "
                     "drop the setting, or change the variation"
@@ -177,51 +165,32 @@ def _cell_config(
     return replace(config, eval=evaluation)
 
 
-def _variations(named: Any, grid: Any) -> dict[str, dict[str, Any]]:
+def _variations(keys: AblationKeys) -> dict[str, dict[str, Any]]:
     """The values of every named variation with every combination of the grid, by name."""
-    if not isinstance(named, list) or not isinstance(grid, dict) or not (named or grid):
-        raise ConfigError(
-            "ablate needs [[ablate.variations]] or [ablate.grid]; for the base configuration "
-            'alone, write one variation with nothing but name = "base"'
-        )
-    for entry in named:
-        name = entry.get("name") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
-            raise ConfigError(
-                "a variation needs a name of letters, digits and any of . _ + -, "
-                f"got {name!r} in {entry!r}"
-            )
-    grid = flat(grid)
-    for key, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"ablate.grid.{key} must be a list of values, got {values!r}")
-    num_variations = max(len(named), 1) * prod(map(len, grid.values()))
-    if num_variations > _MOST_VARIATIONS:
-        raise ConfigError(
-            f"ablate must have at most {_MOST_VARIATIONS} variations, got {num_variations} "
-            "combinations of [[ablate.variations]] and [ablate.grid]; shorten the lists of the grid"
-        )
-    found: dict[str, dict[str, Any]] = {}
-    for entry in named or [{"name": ""}]:
-        own = flat({key: value for key, value in entry.items() if key != "name"})
-        for key in grid:
-            if any(_overlap(key, other) for other in own):
-                raise ConfigError(f"{key} is set by variation {entry['name']!r} and by the grid")
+    grid = flat(keys.grid)
+    found = {}
+    for variation in keys.variations or [VariationKeys(name="")]:
+        own = flat(variation.model_extra or {})
+        for key in _overlapping(grid, own):
+            raise ConfigError(f"grid.{key} is set by variation {variation.name!r}, too")
         for values in product(*grid.values()):
             pairs = [  # commas and = separate keys in a name
                 f"{key}={str(value).translate(str.maketrans(',=', ';:', ' '))}"
                 for key, value in zip(grid, values, strict=True)
             ]
-            name = ",".join(filter(None, [entry["name"], *pairs]))
-            if name in found:
-                raise ConfigError(f"names of variations must be distinct, got {name!r} twice")
+            name = ",".join(filter(None, [variation.name, *pairs]))
             found[name] = own | flat(dict(zip(grid, values, strict=True)))
     return found
 
 
-def _overlap(key: str, other: str) -> bool:
-    """Whether two dotted keys are equal, or one is a table that contains the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+def _overlapping(keys: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The dotted keys that are one of the others, or a table of it, or in a table that it is."""
+    return [
+        key
+        for key in keys
+        for other in others
+        if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+    ]
 
 
 def _train_apart(
@@ -232,59 +201,49 @@ def _train_apart(
     Ctrl-C and SIGTERM are sent on to it, and it ends its run after the step; SIGKILL ends both.
 
     Raises:
-        ChildProcessError: the process was killed, or raised an error of another class, which it
-            shows.
+        ChildProcessError: the process was killed, or ended with an error, which it shows.
         KeyboardInterrupt: Ctrl-C or SIGTERM came.
-        RecsysError, OSError: as `train` raises them.
     """
-    spawn = multiprocessing.get_context("spawn")
-    results, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(
-        target=_train_and_send, args=(sender, config, run_dir, resume, show_progress)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_train_here, args=(config, run_dir, resume, show_progress)
     )
     process.start()
-    sender.close()
     signals = []
 
     def send_on(number: int, _: object) -> None:
         signals.append(number)
-        with suppress(ProcessLookupError):
-            os.kill(process.ident or 0, number)
+        os.kill(process.ident or 0, number)
 
     before = {number: signal.signal(number, send_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        error = results.recv()
         process.join()
-    except EOFError:
-        process.join()
-        error = ChildProcessError(
-            f"the process that trained {run_dir} ended with exit code {process.exitcode}: it has "
-            "raised an error, which it shows, or was killed (-9: often for lack of memory)"
-        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if signals:
         raise KeyboardInterrupt
-    if error is not None:
-        raise error
+    if process.exitcode:
+        raise ChildProcessError(
+            f"cell {run_dir.name} ended with exit code {process.exitcode}: its process shows the "
+            "error, or was killed (-9: often for lack of memory)"
+        )
 
 
-def _train_and_send(
-    sender: Connection, config: TrainConfig, run_dir: Path, resume: bool, show_progress: bool
-) -> None:
-    """Train, and send the error that ends the run, or None."""
+def _train_here(config: TrainConfig, run_dir: Path, resume: bool, show_progress: bool) -> None:
+    """What that process does."""
     os.setpgrp()  # a Ctrl-C at the terminal reaches it once, through the caller
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    error = None
-    try:
-        from recsys.train.trainer import train
+    from recsys.train.trainer import train
 
+    try:
         with plain_warnings(str(run_dir)):
             train(config, run_dir, resume=resume, show_progress=show_progress)
-    except (KeyboardInterrupt, RecsysError, OSError) as raised:
-        error = raised
-    sender.send(error)
+    except TrainingDiverged:
+        pass  # its record says so
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (RecsysError, OSError) as error:
+        sys.exit(f"cell {run_dir.name}: {error}")
 
 
 def _end_with_caller() -> None:
@@ -335,15 +294,11 @@ def ablate(
             "choose another with --run"
         )
     # Missing data raises here, before anything is written.
-    sources = {(cell.config.data, cell.config.synthetic): cell.config for cell in config.cells}
-    data = {key: open_source(tried).fingerprint for key, tried in sources.items()}
+    data = {cell.name: open_source(cell.config).fingerprint for cell in config.cells}
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     with alone_in(folder, "recsys ablate"):
         found = {
-            cell.name: _finished(
-                config, folder, cell, data[cell.config.data, cell.config.synthetic]
-            )
-            for cell in config.cells
+            cell.name: _finished(config, folder, cell, data[cell.name]) for cell in config.cells
         }
         # Speeds are compared, so the first number of threads that is chosen holds for all cells.
         free = [cell.name for cell in config.cells if not cell.config.num_threads]
@@ -358,7 +313,7 @@ def ablate(
                     sys.stderr.write(f"cell {number} of {len(config.cells)}: {cell.name}\n")
                 run = replace(cell.config, num_threads=cell.config.num_threads or num_threads)
                 _train(folder, cell.name, run, run_cell, show_progress=show_progress)
-                found[cell.name] = _finished(config, folder, cell)
+                found[cell.name] = _finished(config, folder, cell, data[cell.name])
                 if found[cell.name] is None:
                     break  # Ctrl-C ended a cell that `run_cell` trained in this process
                 # A finished cell is not run again, so it needs no checkpoints.
@@ -372,11 +327,12 @@ def ablate(
 
 
 def _finished(
-    config: AblationConfig, folder: Path, cell: Cell, fingerprint: str | None = None
+    config: AblationConfig, folder: Path, cell: Cell, fingerprint: str
 ) -> dict[str, Any] | None:
     """A cell that finished or diverged, as in `ablate.json`; None if the cell must be run.
 
-    A cell that diverged would diverge again with the same seed.
+    A cell that diverged would diverge again with the same seed. Makes its rows of the table, too,
+    so that a record of another form is found here.
 
     Raises:
         AlreadyExists: it was run with another configuration, or with data of another fingerprint.
@@ -384,7 +340,8 @@ def _finished(
     """
     run = RunFolder(folder / "cells" / cell.name)
     try:
-        return _read_cell(config, run, cell, fingerprint)
+        found = _read_cell(config, run, cell, fingerprint)
+        make_rows([] if found is None else [found], _described(config))
     except (RecsysError, OSError):
         raise
     except Exception as error:
@@ -392,10 +349,11 @@ def _finished(
             f"cell {cell.name}: {run.record_file} or {run.history_file} is damaged "
             f"({type(error).__name__}: {error}); remove {run.path} to run it again"
         ) from error
+    return found
 
 
 def _read_cell(
-    config: AblationConfig, run: RunFolder, cell: Cell, fingerprint: str | None
+    config: AblationConfig, run: RunFolder, cell: Cell, fingerprint: str
 ) -> dict[str, Any] | None:
     record = run.read_record() if run.record_file.is_file() else {}
     if record.get("status") not in ("finished", "diverged"):
@@ -405,43 +363,27 @@ def _read_cell(
     if not cell.config.num_threads:
         now["num_threads"] = then.get("num_threads")  # it was chosen
     different = sorted(key for key in now | then if now.get(key) != then.get(key))
-    if fingerprint not in (None, record["data"].get("fingerprint")):
+    if fingerprint != record["data"].get("fingerprint"):
         different.append("data.fingerprint")
     if different:
         raise AlreadyExists(
             f"cell {cell.name} was run with other values of {', '.join(different)}; remove "
             f"{run.path} to run it again, or choose another folder with --run"
         )
-    split, keys = cell.config.eval.split, config.keys
+    split = cell.config.eval.split
     curve = [
         {"num_samples": entry["num_samples"], "train_seconds": entry["train_seconds"]}
         | {metric: entry[split][metric] for metric in ("auc", "logloss")}
         for entry in run.read_history()
         if entry.get(split)
     ]
-    num_samples = record["throughput"]["num_samples"]
-    is_whole = bool(curve) and curve[-1]["num_samples"] == num_samples
-    if record["status"] == "finished" and (keys.target_auc or keys.late_share) and not is_whole:
-        raise ConfigError(
-            f"cell {cell.name} is finished, but {run.history_file} lacks metrics of the "
-            f"{split} split after its last step; remove {run.path} to run it again"
-        )
-    reached = [point for point in curve if (point["auc"] or 0) >= (keys.target_auc or 2)]
-    # Rounded: (1 - 0.7) * 20 is above 6. The last evaluation of a step counts.
-    begin = round((1 - keys.late_share) * num_samples, 6)
-    late = {point["num_samples"]: point for point in curve if point["num_samples"] >= begin}
-    of_late: dict[str, Any] = {"split": split, "num_evaluations": len(late)}
-    for metric in ("auc", "logloss") if late else ():
-        # Labels of one kind have no AUC.
-        known = [point[metric] for point in late.values() if point[metric] is not None]
-        of_late[metric] = fmean(known) if known else None
+    reached = [point for point in curve if (point["auc"] or 0) >= (config.keys.target_auc or 2)]
     return {
         "name": cell.name,
         "variation": cell.variation,
         "seed": cell.seed,
         "seconds_to_target_auc": reached[0]["train_seconds"] if reached else None,
         "samples_to_target_auc": reached[0]["num_samples"] if reached else None,
-        "late": of_late if keys.late_share else None,
         "curve": curve,
         "run": record,
     }
@@ -468,16 +410,18 @@ def _train(
 
     run = RunFolder(folder / "cells" / name)
     options = {"show_progress": show_progress}
-    try:
-        if _config_of(run) == config and newest(run.checkpoints_folder) is not None:
-            options["resume"] = True
-        else:
-            shutil.rmtree(run.path, ignore_errors=True)
+    if _config_of(run) == config and newest(run.checkpoints_folder) is not None:
+        options["resume"] = True
+    else:
+        shutil.rmtree(run.path, ignore_errors=True)
+    with suppress(TrainingDiverged):  # the record of the cell says so
         run_cell(config, run.path, **options)
-    except TrainingDiverged as error:
-        sys.stderr.write(f"cell {name} diverged: {error}\n")
-    except RecsysError as error:
-        raise type(error)(f"cell {name}: {error}") from error
+
+
+def _described(config: AblationConfig) -> dict[str, Any]:
+    """The keys of an ablation, as in `ablate.json`."""
+    keys = config.keys.model_dump(exclude={"grid"})
+    return keys | {"variations": config.variations, "base": config.base}
 
 
 def _tabulate(
@@ -486,7 +430,7 @@ def _tabulate(
     """Write `ablate.json`, the page and the tables; returns the record."""
     cells = [cell for cell in found.values() if cell is not None]
     environments = [cell["run"]["environment"] for cell in cells] or [describe_environment()]
-    described = config.keys.model_dump() | {"variations": config.variations, "base": config.base}
+    described = _described(config)
     record = {
         "command": " ".join(["recsys", *sys.argv[1:]]),
         "status": "finished" if len(cells) == len(config.cells) else "unfinished",

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
+import reprlib
 import shutil
 import textwrap
-from itertools import groupby
-from math import cos, inf, pi
+from itertools import groupby, pairwise
+from math import cos, pi
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -47,9 +47,7 @@ from typing import (
 
 import tomli_w
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -59,7 +57,6 @@ from pydantic import (
 
 from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import parse_toml
-from recsys._support.user_code import names_class
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline.skip.policies import (
@@ -108,7 +105,7 @@ __all__ = [
     "TBSMConfig",
     "TrainConfig",
     "TransformerConfig",
-    "build_from_file",
+    "VariationKeys",
     "describe_config",
     "flat",
     "format_keys",
@@ -120,23 +117,15 @@ __all__ = [
     "walk_keys",
 ]
 
-_T = TypeVar("_T")
 _KeysT = TypeVar("_KeysT", bound="Keys")
 Resume = Literal["", "free", "fixed", "free without fae"]
-_MEANING_COLUMN = 34  # of the help
-_WORDS: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    str: "text",
-    bool: "true or false",
-}
+# What values of a type are, and their limits, in words.
+_WORDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
+_FORMS: dict[Any, str] = {Annotated: "{0}", tuple: "list of {0}s", dict: "by name: {1}"}
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}
 SYNTHETIC_PREFIX = "synthetic:"
 _SYNTHETIC = f"{SYNTHETIC_PREFIX}criteo-kaggle"
-_MODELS = ("dlrm", "dcn_v2", "deepfm", "din", "tbsm")
-_CALLBACKS = ("tensorboard", "mlflow", "wandb")
 _HIDDEN = (512, 256, 64)  # of the default dense_arch
-_MOST_ROWS = 2**31  # a rank times a multiplier below the table's size must fit in 63 bits
-_MOST_TABLES = 16
 # The metrics of an evaluation during training that say how good predictions are.
 IS_HIGHER_BETTER = {
     "auc": True,
@@ -149,28 +138,16 @@ IS_HIGHER_BETTER = {
 }
 RANKING_METRICS = ("recall_at_k", "ndcg_at_k")
 
-
-def _as_text(value: Any) -> Any:
-    return str(value) if type(value) in (int, float) else value  # `budget=135050380`, in bytes
-
-
-def _check_callback(name: str) -> str:
-    if name not in _CALLBACKS and not names_class(name):
-        raise ValueError(
-            f"must be one of {', '.join(map(repr, _CALLBACKS))}, or module:Class, with the module "
-            "named as in an import, not by its file"
-        )
-    return name
-
-
-_Text = Annotated[str, BeforeValidator(_as_text)]
-_Size = Annotated[int, Field(ge=1, lt=2**63)]
-_Sizes = Annotated[tuple[_Size, ...], Field(strict=False, min_length=1)]
-_TwoSizes = Annotated[tuple[_Size, ...], Field(strict=False, min_length=2)]
-_Rows = Annotated[int, Field(ge=1, le=_MOST_ROWS)]
-_Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_Text = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]  # budget=135050380
+_Whole = Annotated[int, Field(ge=0, lt=2**63)]
+_Count = Annotated[int, Field(ge=1, lt=2**63)]
+_Counts = Annotated[tuple[_Count, ...], Field(strict=False, min_length=1)]
+_TwoCounts = Annotated[tuple[_Count, ...], Field(strict=False, min_length=2)]
+# A rank times a multiplier below the table's size must fit in 63 bits.
+_Rows = Annotated[int, Field(ge=1, le=2**31)]
 _Rate = Annotated[float, Field(ge=0, lt=1)]
-_Callback = Annotated[str, AfterValidator(_check_callback)]
+_Class = r"[A-Za-z_][\w.]*:\w+"  # module:Class, the module named as in an import
+_Callback = Annotated[str, Field(pattern=rf"^(tensorboard|mlflow|wandb|{_Class})$")]
 
 
 def _key(
@@ -178,38 +155,24 @@ def _key(
     meaning: str,
     *,
     derived: str = "",
-    least: float | None = None,
-    above: float | None = None,
-    most: float = inf,
     resume: Resume = "",
     common: bool = False,
+    **limits: float,
 ) -> Any:
     """The field of one key, or of a table of keys.
 
     Args:
-        default: Its default; a class of keys for a table of them; None if it is derived.
+        default: Its default; for one that is derived from the keys before it, a function of them.
         meaning: The line that `recsys train --help` prints.
         derived: The default in words, where it is derived from other keys.
-        least: The lowest number it accepts.
-        above: A number it must exceed; instead of `least`.
-        most: The highest number it accepts.
         resume: Whether a run that continues may have another value: "free", "fixed", or
             "free without fae"; empty: as the table that it is in. The whole is fixed.
         common: Whether most runs set it; help shows it first.
+        limits: The numbers that it accepts, as for `pydantic.Field`.
     """
-    begin = "at least" if above is None else "above"
-    low = least if above is None else above
-    words = "" if low is None else f" {begin} {low:g}"
-    if low is not None and most < inf:
-        words = f" in {'[' if above is None else '('}{low:g}, {most:g}]"
-    about: Any = {"derived": derived, "range": words, "resume": resume, "common": common}
-    ends: dict[str, Any] = {"ge": least, "gt": above, "le": most if most < inf else None}
-    if type(default) is int and most == inf:
-        ends["lt"] = 2**63
-    limits = {name: end for name, end in ends.items() if end is not None}
-    if isinstance(default, type):
-        return Field(default_factory=default, description=meaning, json_schema_extra=about)
-    return Field(default, description=meaning, json_schema_extra=about, **limits)
+    about: Any = {"derived": derived, "resume": resume, "common": common}
+    given: Any = {"default_factory" if callable(default) else "default": default, **limits}
+    return Field(description=meaning, json_schema_extra=about, **given)
 
 
 class Keys(BaseModel):
@@ -227,60 +190,39 @@ class Keys(BaseModel):
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from None
 
-    def keys_set(self) -> list[str]:
-        """The keys that differ from their defaults."""
-        fields = type(self).model_fields.items()
-        return [
-            name
-            for name, field in fields
-            if getattr(self, name) != field.get_default(call_default_factory=True)
-        ]
-
 
 class Kinds(Keys):
     """Tables of keys of which one is set at most: its name, the kind, says what is done.
 
-    A kind whose keys have their defaults may be given by its name: "lookahead" is
-    `{"lookahead": {}}`.
+    A kind may be given by its name: "lookahead" is `{"lookahead": {}}`.
     """
 
     default_kind: ClassVar[str] = ""
 
+    @model_validator(mode="before")
     @classmethod
-    def from_text(cls, value: Any) -> Any:
-        """The table of a kind that is given by its name; any other `value` as it is.
-
-        Raises:
-            ValueError: there is no such kind.
-        """
-        if not isinstance(value, str) or not value:
-            return value or {}
-        if value not in cls.model_fields:
-            raise ValueError(f"must be one of {', '.join(map(repr, cls.model_fields))}")
-        return {value: {}}
-
-    @model_validator(mode="after")
-    def _check_kinds(self) -> Self:
-        if len(self._chosen()) > 1:
-            raise ConfigError(f"{' and '.join(self._chosen())} are set; drop one of the tables")
-        default = _table_of(type(self), self.default_kind)
-        if not self._chosen() and default is not None:
-            object.__setattr__(self, self.default_kind, default())
-        return self
+    def _one_kind(cls, value: Any) -> Any:
+        value = value or cls.default_kind or {}
+        if isinstance(value, dict) and len(value) > 1:
+            raise ConfigError(f"{' and '.join(value)} are set; drop one of the tables")
+        return {value: {}} if isinstance(value, str) else value
 
     @model_serializer
     def _as_tree(self) -> Any:
-        keys = getattr(self, self.kind, None)
-        tree = {} if keys is None else keys.model_dump(exclude_none=True)
-        return {self.kind: tree} if tree else self.kind
+        tree = {name: keys.model_dump(exclude_none=True) for name, keys in self if keys is not None}
+        return tree if any(tree.values()) else self.kind
 
     @property
     def kind(self) -> str:
-        """The name of the kind."""
-        return next(iter(self._chosen()), self.default_kind)
+        """The name of the kind; empty if none is set and there is no default."""
+        return next(iter(self.model_fields_set), "")
 
-    def _chosen(self) -> list[str]:
-        return [name for name in type(self).model_fields if getattr(self, name) is not None]
+
+def _refuse(*rules: tuple[bool, str]) -> None:
+    """Raise ConfigError with the text of the first rule that is broken."""
+    for is_broken, text in rules:
+        if is_broken:
+            raise ConfigError(text)
 
 
 def replace(keys: _KeysT, **changes: Any) -> _KeysT:
@@ -305,22 +247,16 @@ class OptimizerConfig(Keys):
         "update rule; rowwise_adagrad and partial_rowwise_adam are for rows only",
         common=True,
     )
-    lr: float = _key(0.1, "learning rate", least=0, common=True)
+    lr: float = _key(0.1, "learning rate", ge=0, common=True)
     eps: float = _key(
-        None,
+        lambda keys: 1e-8 if keys["name"].endswith("adam") else 1e-10,
         "added to the denominator; torch's default: adam 1e-8, else 1e-10",
         derived="depends on name",
-        least=0,
+        ge=0,
     )
     betas: Annotated[tuple[_Rate, _Rate], Field(strict=False)] = _key(
         (0.9, 0.999), "decay rates of Adam's two averages, per step"
     )
-
-    @model_validator(mode="after")
-    def _derive(self) -> OptimizerConfig:
-        if vars(self)["eps"] is None:
-            object.__setattr__(self, "eps", 1e-8 if self.name.endswith("adam") else 1e-10)
-        return self
 
     def for_dense(self, dense: OptimizerConfig | None = None) -> OptimizerConfig:
         """The optimizer of the dense part, which takes from this one what it does not set.
@@ -337,25 +273,26 @@ class OptimizerConfig(Keys):
 class LearningRateConfig(Keys):
     """How learning rates change over a run; the same factor for the dense part and the rows."""
 
-    warmup_steps: int = _key(0, "steps over which rates rise to their full value", least=0)
+    warmup_steps: _Whole = _key(0, "steps over which rates rise to their full value")
     decay: Literal["none", "linear", "cosine"] = _key("none", "how rates fall")
-    decay_start: int = _key(0, "step at which rates begin to fall; 0: after warm-up", least=0)
-    decay_steps: int = _key(0, "steps over which they fall; 0: to the end of the run", least=0)
-    final: float = _key(0.0, "factor that remains at the end", least=0, most=1)
+    decay_start: _Whole = _key(0, "step at which rates begin to fall; 0: after warm-up")
+    decay_steps: _Whole = _key(0, "steps over which they fall; 0: to the end of the run")
+    final: float = _key(0.0, "factor that remains at the end", ge=0, le=1)
 
     @model_validator(mode="after")
-    def _check(self) -> LearningRateConfig:
-        for name in ("decay_start", "decay_steps", "final"):
-            if self.decay == "none" and getattr(self, name):
-                raise ConfigError(
-                    f"{name} needs a decay, got {getattr(self, name)} with decay 'none'; set decay "
-                    "to 'linear' or 'cosine', or drop the key"
-                )
-        if 0 < self.decay_start < self.warmup_steps:
-            raise ConfigError(
+    def _check(self) -> Self:
+        unused = self.model_dump(exclude_defaults=True).keys() - {"warmup_steps", "decay"}
+        _refuse(
+            (
+                self.decay == "none" and bool(unused),
+                f"{', '.join(unused)} needs a decay; set one, or drop the key",
+            ),
+            (
+                0 < self.decay_start < self.warmup_steps,
                 f"decay_start must be at least warmup_steps {self.warmup_steps}, or 0 for the end "
-                f"of warm-up; got {self.decay_start}"
-            )
+                f"of warm-up; got {self.decay_start}",
+            ),
+        )
         return self
 
     @property
@@ -384,36 +321,31 @@ class LearningRateConfig(Keys):
 class EvalConfig(Keys):
     """Evaluation during training; the last evaluation always covers all samples of every split."""
 
-    every_steps: int = _key(
+    every_steps: _Whole = _key(
         0,
         "steps between evaluations; 0: ten evaluations an epoch, or one each step",
-        least=0,
         common=True,
     )
     split: Literal["validation", "test"] = _key("validation", "split to evaluate on")
-    max_samples: int = _key(
+    max_samples: _Count = _key(
         50_000,
         "samples per evaluation, from the start of the split",
-        least=1,
         resume="free without fae",
     )
-    batch_size: int = _key(2048, "samples per forward pass", least=1, resume="free without fae")
-    ranking_k: int = _key(
-        20, "recall and NDCG count the first k items, for data to be ranked", least=1
-    )
-    ranking_groups: int = _key(
+    batch_size: _Count = _key(2048, "samples per forward pass", resume="free without fae")
+    ranking_k: _Count = _key(20, "recall and NDCG count the first k items, for data to be ranked")
+    ranking_groups: _Whole = _key(
         1000,
         "bound of the questions that are ranked at the end: so many groups are drawn by the data "
         "alone, with one question each; of fewer groups, more of each; 0: all questions of all",
-        least=0,
     )
 
 
 class EarlyStoppingConfig(Keys):
     """When training ends before its last step: once evaluations stop improving."""
 
-    patience: int = _key(
-        0, "evaluations without an improvement after which training ends; 0: never", least=0
+    patience: _Whole = _key(
+        0, "evaluations without an improvement after which training ends; 0: never"
     )
     metric: Literal[
         "auc",
@@ -425,20 +357,17 @@ class EarlyStoppingConfig(Keys):
         "ndcg_at_k",
     ] = _key("auc", "metric of the evaluations on eval.split")
     min_delta: float = _key(
-        0.0, "an evaluation that is better by more than this is an improvement", least=0
+        0.0, "an evaluation that is better by more than this is an improvement", ge=0
     )
     keep: Literal["best", "last"] = _key(
         "best", "weights that the run saves and evaluates at its end"
     )
 
     @model_validator(mode="after")
-    def _check(self) -> EarlyStoppingConfig:
-        unused = self.keys_set()
-        if not self.patience and unused:
-            raise ConfigError(
-                f"{unused[0]} needs patience, got {getattr(self, unused[0])!r} with patience 0; "
-                "set patience, or drop the key"
-            )
+    def _check(self) -> Self:
+        unused = self.model_dump(exclude_defaults=True).keys() - {"patience"}
+        rule = f"{', '.join(unused)} needs patience; set patience, or drop the key"
+        _refuse((not self.patience and bool(unused), rule))
         return self
 
 
@@ -448,70 +377,58 @@ class CheckpointConfig(Keys):
     With `every_seconds` and `every_steps` both 0 it writes none, not even after Ctrl-C.
     """
 
-    every_seconds: float = _key(600.0, "seconds between checkpoints; 0: not by time", least=0)
-    every_steps: int = _key(0, "steps between checkpoints; 0: not by steps", least=0)
-    buffer: _Text = _key("128MiB", "memory for rows that wait to be written")
-
-    @model_validator(mode="after")
-    def _check(self) -> CheckpointConfig:
-        parse_bytes(self.buffer, "buffer")
-        return self
+    every_seconds: float = _key(600.0, "seconds between checkpoints; 0: not by time", ge=0)
+    every_steps: _Whole = _key(0, "steps between checkpoints; 0: not by steps")
 
     @property
     def is_on(self) -> bool:
         """Whether the run writes checkpoints."""
         return bool(self.every_seconds or self.every_steps)
 
-    @property
-    def buffer_bytes(self) -> int:
-        """The size of `buffer`."""
-        return parse_bytes(self.buffer, "buffer")
-
 
 class SyntheticConfig(Keys):
     """What synthetic data looks like; see `recsys.datasets.SyntheticCriteo`."""
 
-    num_samples: int = _key(1_000_000, "samples in all splits together", least=7)
-    seed: int = _key(0, "seed of the data; the run has its own", least=0)
+    num_samples: int = _key(1_000_000, "samples in all splits together", ge=7)
+    seed: _Whole = _key(0, "seed of the data; the run has its own")
     table_sizes: Annotated[tuple[_Rows, ...], Field(strict=False)] = _key(
         (), "rows per table; empty: Kaggle's 26 sizes"
     )
-    test_samples: int = _key(
+    test_samples: _Whole = _key(
         0,
         "samples to test on, and as many to validate on; 0: a fourteenth of all samples each",
-        least=0,
     )
 
 
 class CrossNetConfig(Keys):
     """The cross network of `dcn_v2`."""
 
-    num_layers: int = _key(3, "cross layers", least=1)
-    low_rank_dim: int = _key(64, "rank of each layer's matrix", least=1)
+    num_layers: _Count = _key(3, "cross layers")
+    low_rank_dim: _Count = _key(64, "rank of each layer's matrix")
 
 
 class DINConfig(Keys):
     """The attention of `din`."""
 
-    attention: _Sizes = _key((80, 40), "hidden layers of the activation unit")
+    attention: _Counts = _key((80, 40), "hidden layers of the activation unit")
 
 
 class TBSMConfig(Keys):
     """The tower and the time-series layer of `tbsm`."""
 
-    num_steps: int = _key(20, "steps of the history; older ones are left out", least=1)
-    num_heads: int = _key(1, "contexts that are computed from the history", least=1)
-    tower: _TwoSizes = _key((15, 15), "MLP after the dot products of one step")
+    num_steps: _Count = _key(20, "steps of the history; older ones are left out")
+    num_heads: _Count = _key(1, "contexts that are computed from the history")
+    tower: _TwoCounts = _key((15, 15), "MLP after the dot products of one step")
 
 
 class TransformerConfig(Keys):
     """The interaction `masked_transformer`."""
 
-    num_layers: int = _key(1, "blocks of attention and MLP", least=1)
-    num_heads: int = _key(2, "attention heads; they divide embedding_dim", least=1)
-    feedforward: int = _key(2, "hidden width of a block's MLP, in units of embedding_dim", least=1)
+    num_layers: _Count = _key(1, "blocks of attention and MLP")
+    num_heads: _Count = _key(2, "attention heads; they divide embedding_dim")
+    feedforward: _Count = _key(2, "hidden width of a block's MLP, in units of embedding_dim")
     mask: Literal["none", "causal", "learned"] = _key("learned", "what a token attends to")
-    kept: int = _key(8, "tokens that a token attends to with mask learned", least=1)
+    kept: _Count = _key(8, "tokens that a token attends to with mask learned")
 
 
 class InteractionConfig(Kinds):
@@ -526,23 +443,23 @@ class InteractionConfig(Kinds):
 class ModelConfig(Keys):
     """Shape of the model."""
 
-    name: _Text = _key(
+    name: Annotated[str, Field(pattern=rf"^(dlrm|dcn_v2|deepfm|din|tbsm|{_Class})$")] = _key(
         "dlrm",
-        f"architecture: {', '.join(_MODELS)}, or module:Class for a module of your own",
+        "architecture: dlrm, dcn_v2, deepfm, din, tbsm, or module:Class for a module of your own",
         common=True,
     )
-    embedding_dim: int = _key(16, "columns of every table", least=1, common=True)
-    table_dims: dict[str, _Size] = _key({}, "embedding_dim of single tables: table_dims.NAME=N")
+    embedding_dim: _Count = _key(16, "columns of every table", common=True)
+    table_dims: dict[str, _Count] = _key({}, "embedding_dim of single tables: table_dims.NAME=N")
     pooling: dict[str, Literal["sum", "mean"]] = _key(
         {}, "sum or mean of a bag's rows, by table: pooling.NAME=mean; default: sum"
     )
-    dense_arch: _Sizes = _key(
-        None,
+    dense_arch: _Counts = _key(
+        lambda keys: (*_HIDDEN, keys["embedding_dim"]),
         "bottom MLP; ends in embedding_dim",
         derived=f"[{', '.join(map(str, _HIDDEN))}, embedding_dim]",
     )
-    over_arch: _TwoSizes = _key((512, 256, 1), "top MLP; ends in 1")
-    interaction: Annotated[InteractionConfig, BeforeValidator(InteractionConfig.from_text)] = _key(
+    over_arch: _TwoCounts = _key((512, 256, 1), "top MLP; ends in 1")
+    interaction: InteractionConfig = _key(
         InteractionConfig, "of dlrm: dot products of all pairs, or masked attention before them"
     )
     init: Literal["classic", "torch"] = _key(
@@ -553,47 +470,31 @@ class ModelConfig(Keys):
     tbsm: TBSMConfig | None = _key(None, "constants of tbsm")
 
     @model_validator(mode="after")
-    def _derive(self) -> ModelConfig:
-        """A table of constants chooses its model; the model without one has its defaults."""
-        tables = {"dcn_v2": CrossNetConfig, "din": DINConfig, "tbsm": TBSMConfig}
-        named = [name for name in tables if getattr(self, name) is not None]
-        if named and "name" not in self.model_fields_set:
-            object.__setattr__(self, "name", named[0])
-        if named and named != [self.name]:
-            raise ConfigError(
-                f"{named[-1]} is a table of name {named[-1]!r}, got name {self.name!r}; drop one"
-            )
-        if self.name in tables and not named:
-            object.__setattr__(self, self.name, tables[self.name]())
-        if vars(self)["dense_arch"] is None:
-            object.__setattr__(self, "dense_arch", (*_HIDDEN, self.embedding_dim))
-        return self
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
-        if self.name not in _MODELS and not names_class(self.name):
-            raise ConfigError(
-                f"name must be one of {', '.join(map(repr, _MODELS))}, or module:Class; got "
-                f"{self.name!r}; a module is named as in an import, not by its file"
-            )
+    def _check(self) -> Self:
+        for name, table in {"dcn_v2": CrossNetConfig, "din": DINConfig, "tbsm": TBSMConfig}.items():
+            if name == self.name and getattr(self, name) is None:
+                object.__setattr__(self, name, table())
+            is_unread = name != self.name and getattr(self, name) is not None
+            _refuse((is_unread, f"{name} is for name {name!r}, got name {self.name!r}; drop one"))
         has_bottom = self.name in ("dlrm", "dcn_v2", "deepfm", "tbsm")
-        if has_bottom and self.dense_arch[-1] != self.embedding_dim:
-            raise ConfigError(
-                f"dense_arch must end in embedding_dim {self.embedding_dim}, "
-                f"got {list(self.dense_arch)}"
-            )
-        if self.over_arch[-1] != 1:
-            raise ConfigError(f"over_arch must end in 1, got {list(self.over_arch)}")
-        if self.name != "dlrm" and self.interaction.kind != "dot":
-            raise ConfigError(
+        _refuse(
+            (
+                has_bottom and self.dense_arch[-1] != self.embedding_dim,
+                f"dense_arch must end in embedding_dim {self.embedding_dim}, got "
+                f"{list(self.dense_arch)}",
+            ),
+            (self.over_arch[-1] != 1, f"over_arch must end in 1, got {list(self.over_arch)}"),
+            (
+                self.name != "dlrm" and self.interaction.kind != "dot",
                 f"interaction {self.interaction.kind!r} is for name 'dlrm', got {self.name!r}; "
-                "drop one"
-            )
-        if self.name in ("din", "tbsm") and (self.table_dims or self.pooling):
-            raise ConfigError(
-                f"table_dims and pooling are for models that pool their bags in the lookup, got "
-                f"name {self.name!r}; drop them"
-            )
+                "drop one",
+            ),
+            (
+                self.name in ("din", "tbsm") and bool(self.table_dims or self.pooling),
+                "table_dims and pooling are for models that pool their bags in the lookup, got "
+                f"name {self.name!r}; drop them",
+            ),
+        )
         return self
 
     @property
@@ -613,7 +514,7 @@ class ModelConfig(Keys):
 class LookAheadConfig(Keys):
     """The schedule "lookahead"; see `recsys.pipeline.LookAhead`."""
 
-    depth: int = _key(2, "mini-batches whose rows are fetched ahead", least=1)
+    depth: _Count = _key(2, "mini-batches whose rows are fetched ahead")
 
 
 class HotlineConfig(Keys):
@@ -622,11 +523,11 @@ class HotlineConfig(Keys):
     learning_share: float = _key(
         0.05,
         "share of the steps after which it repeats the choice of popular rows",
-        least=0,
-        most=1,
+        ge=0,
+        le=1,
     )
     pinned_share: float = _key(
-        0.5, "share of the fast memory that popular rows may keep", least=0, most=1
+        0.5, "share of the fast memory that popular rows may keep", ge=0, le=1
     )
 
 
@@ -636,14 +537,10 @@ class FAEConfig(Keys):
     rate: float = _key(
         50.0,
         "percent of the cold, then of the hot mini-batches issued before it switches",
-        above=0,
-        most=100,
+        gt=0,
+        le=100,
     )
     adaptive: bool = _key(True, "change the rate by the validation loss")
-    min_rate: float = _key(1.0, "lowest rate", above=0, most=100)
-    max_rate: float = _key(100.0, "highest rate", above=0, most=100)
-    patience: int = _key(4, "falls of the loss in a row that raise the rate", least=1)
-    factor: float = _key(2.0, "factor by which the rate rises, or falls", above=1)
 
 
 class ScheduleConfig(Kinds):
@@ -663,55 +560,33 @@ class ScheduleConfig(Kinds):
 class StalenessConfig(Keys):
     """When a row counts as stale; see `recsys.embeddings.Staleness`."""
 
-    window: int = _key(1000, "steps over which rows' drift is measured", least=33)
-    min_updates: int = _key(16, "updates in a window; a row with fewer is unknown", least=1)
-    patience: int = _key(2, "windows in a row that a row's drift must be small", least=1)
-    max_rows: int = _key(2**17, "rows that are followed at once", least=1)
-    count_every: int = _key(4, "updates are counted in every n-th step", least=1)
-
-    def settings(self) -> Staleness:
-        """The settings of a tracker with these keys.
-
-        Raises:
-            ConfigError: keys conflict.
-        """
-        return Staleness(**self.model_dump())
+    window: int = _key(1000, "steps over which rows' drift is measured", ge=33)
+    min_updates: _Count = _key(16, "updates in a window; a row with fewer is unknown")
+    patience: _Count = _key(2, "windows in a row that a row's drift must be small")
+    max_rows: _Count = _key(2**17, "rows that are followed at once")
+    count_every: _Count = _key(4, "updates are counted in every n-th step")
 
 
 class GuardConfig(Keys):
     """When quality is checked, and what it may lose; see `recsys.pipeline.Guard`."""
 
-    every: int = _key(1000, "steps from one check to the next; 0: no guard", least=0)
-    steps: int = _key(50, "steps of a check, in which nothing is skipped", least=10)
-    logloss: float = _key(0.01, "rise of the logloss allowed, relative", above=0)
-    calibration: float = _key(0.02, "change of calibration allowed, relative", above=0)
+    every: _Whole = _key(1000, "steps from one check to the next; 0: no guard")
+    steps: int = _key(50, "steps of a check, in which nothing is skipped", ge=10)
+    logloss: float = _key(0.01, "rise of the logloss allowed, relative", gt=0)
+    calibration: float = _key(0.02, "change of calibration allowed, relative", gt=0)
 
     @model_validator(mode="after")
-    def _check(self) -> GuardConfig:
-        others = [name for name in self.keys_set() if name != "every"]
-        if self.every == 0 and others:
-            raise ConfigError(
-                f"{others[0]} needs a guard, got {getattr(self, others[0])} with every 0; set "
-                "every above 0, or drop the key"
-            )
+    def _check(self) -> Self:
+        unused = self.model_dump(exclude_defaults=True).keys() - {"every"}
+        rule = f"{', '.join(unused)} needs a guard; set every above 0, or drop the key"
+        _refuse((not self.every and bool(unused), rule))
         return self
 
-    def settings(self) -> Guard | None:
-        """The guard of these keys; None for no guard.
 
-        Raises:
-            ConfigError: keys conflict.
-        """
-        return Guard(**self.model_dump()) if self.every else None
-
-
-class _ShareConfig(Keys):
-    share: float = _key(0.2, "share of the samples to skip", above=0, most=0.95)
-
-
-class ObserveConfig(_ShareConfig):
+class ObserveConfig(Keys):
     """The policy "observe"."""
 
+    share: float = _key(0.2, "share of the samples to skip", gt=0, le=0.95)
     staleness: StalenessConfig = _key(StalenessConfig, "when a row is stale")
 
 
@@ -724,48 +599,40 @@ class DropInputConfig(ObserveConfig):
 class SubsampleConfig(DropInputConfig):
     """The policy "subsample"."""
 
-    keep: float = _key(0.25, "share of stale samples that it keeps", above=0, most=0.95)
-    seed: int = _key(0, "seed of random choices; 0: the seed of the run", least=0)
+    keep: float = _key(0.25, "share of stale samples that it keeps", gt=0, le=0.95)
 
 
 class ImportanceConfig(Keys):
     """The policy "importance"; see `recsys.pipeline.Importance`."""
 
-    share: float = _key(0.25, "share of the samples to skip", above=0, most=0.95)
-    least: float = _key(0.1, "least probability of a sample to be kept", above=0, most=0.95)
-    bits: int = _key(16, "the model that predicts samples has 2**bits weights", least=8, most=24)
-    lr: float = _key(0.05, "its learning rate", above=0, most=1)
-    warm_up: int = _key(100, "mini-batches that are kept whole first", least=0)
-    seed: int = _key(0, "seed of random choices; 0: the seed of the run", least=0)
+    share: float = _key(0.25, "share of the samples to skip", gt=0, le=0.95)
+    least: float = _key(0.1, "least probability of a sample to be kept", gt=0, le=0.95)
+    bits: int = _key(16, "the model that predicts samples has 2**bits weights", ge=8, le=24)
+    warm_up: _Whole = _key(100, "mini-batches that are kept whole first")
     guard: GuardConfig = _key(GuardConfig, "checks of quality, which lower or stop skipping")
 
 
-class RandomDropConfig(_ShareConfig):
+class RandomDropConfig(Keys):
     """The policy "random_drop"."""
 
+    share: float = _key(0.2, "share of the samples to skip", gt=0, le=0.95)
     weighted: bool = _key(False, "whether the others get weight 1 / (1 - share)")
     refill: bool = _key(True, "whether later samples replace those left out")
-    seed: int = _key(0, "seed of random choices; 0: the seed of the run", least=0)
 
 
 class PaperConfig(Keys):
     """The constants of Slipstream's published code; see `recsys.pipeline.Paper`."""
 
-    first_snapshot: int = _key(
-        1000, "hot mini-batch of an epoch before the first snapshot", least=0
-    )
+    first_snapshot: _Whole = _key(1000, "hot mini-batch of an epoch before the first snapshot")
     window_share: float = _key(
-        0.03, "hot mini-batches between the snapshots, as a share", least=0, most=1
+        0.03, "hot mini-batches between the snapshots, as a share", ge=0, le=1
     )
-    target: float = _key(0.3, "share of hot samples to drop", least=0, most=1)
-    tolerance: float = _key(0.08, "how far from target the share may be", least=0, most=1)
-    highest_threshold: float = _key(0.1, "the highest threshold tried", above=0)
-    first_threshold: float = _key(0.05, "the threshold tried first", above=0)
-    max_tries: int = _key(25, "thresholds tried at most", least=1)
+    target: float = _key(0.3, "share of hot samples to drop", ge=0, le=1)
+    tolerance: float = _key(0.08, "how far from target the share may be", ge=0, le=1)
+    highest_threshold: float = _key(0.1, "the highest threshold tried", gt=0)
     sample_share: float = _key(
-        0.001, "hot samples that the threshold is found on, as a share", least=0, most=1
+        0.001, "hot samples that the threshold is found on, as a share", ge=0, le=1
     )
-    seed: int = _key(0, "seed of random choices; 0: the seed of the run", least=0)
 
 
 class SkipConfig(Kinds):
@@ -789,46 +656,38 @@ class SkipConfig(Kinds):
     paper: PaperConfig | None = _key(None, "what Slipstream's published code leaves out")
 
     @model_validator(mode="after")
-    def _check(self) -> SkipConfig:
-        try:
-            self.settings(0)
-        except ConfigError as error:
-            owner, _, fault = str(error).partition(": ")
-            table = {"staleness": "staleness.", "Guard": "guard."}.get(owner, "")
-            raise ConfigError(f"{self.kind}.{table}{fault}") from None
+    def _check(self) -> Self:
+        self.settings(0)
         return self
 
-    def settings(self, run_seed: int) -> Policy | Paper | None:
+    def settings(self, seed: int) -> Policy | Paper | None:
         """The policy of these keys; None to train on everything.
 
         Args:
-            run_seed: The seed of the run, for `seed` 0.
+            seed: Seed of its random choices.
 
         Raises:
             ConfigError: keys conflict.
         """
         if self.kind == "none":
             return None
-        values: dict[str, Any] = dict(getattr(self, self.kind))
-        for name in {"staleness", "guard"} & set(values):
-            values[name] = values[name].settings()
-        if "seed" in values:
-            values["seed"] = values["seed"] or run_seed
+        values = dict(getattr(self, self.kind))
+        if "staleness" in values:
+            values["staleness"] = Staleness(**dict(values["staleness"]))
+        if "guard" in values:
+            guard = values["guard"]
+            values["guard"] = Guard(**dict(guard)) if guard.every else None
         if self.kind == "paper":
             from recsys.pipeline.skip.paper import Paper  # imports PyTorch
 
-            return Paper(**values)
-        return _POLICIES[self.kind](**values)
+            return Paper(**values, seed=seed)
+        policy = _POLICIES[self.kind]
+        return policy(**values, seed=seed) if hasattr(policy, "seed") else policy(**values)
 
     @property
-    def staleness(self) -> StalenessConfig | None:
+    def staleness(self) -> Staleness | None:
         """When a row is stale; None for a policy that does not follow the drift of rows."""
-        return getattr(getattr(self, self.kind), "staleness", None)
-
-    @property
-    def needs_rows(self) -> bool:
-        """Whether the policy follows rows, or learns from row numbers."""
-        return self.staleness is not None or self.kind == "importance"
+        return getattr(self.settings(0), "staleness", None)
 
 
 _POLICIES: dict[str, Callable[..., Policy]] = {
@@ -849,22 +708,21 @@ class TrainConfig(Keys):
         "a store, or synthetic:criteo-kaggle; a command is given it as STORE",
         resume="free",
     )
-    seed: int = _key(0, "seed of initial values and of the order of samples", least=0)
-    epochs: int = _key(1, "passes over the training split", least=1, resume="free", common=True)
-    batch_size: int = _key(128, "samples per step", least=1, common=True)
+    seed: _Whole = _key(0, "seed of initial values and of the order of samples")
+    epochs: _Count = _key(1, "passes over the training split", resume="free", common=True)
+    batch_size: _Count = _key(128, "samples per step", common=True)
     device: Literal["cpu", "cuda"] = _key("cpu", "device of the model", resume="free", common=True)
-    num_threads: int = _key(
+    num_threads: _Whole = _key(
         0,
         "threads that compute; 0: OMP_NUM_THREADS if it is set, else one per free core",
-        least=0,
         resume="free",
     )
-    prefetch: int = _key(4, "mini-batches read ahead, at least", least=1, resume="free")
+    prefetch: _Count = _key(4, "mini-batches read ahead, at least", resume="free")
     shuffle: bool = _key(
         True, "train on the samples in an order drawn for every epoch; false: in that of the data"
     )
-    permutation_seed: int = _key(
-        0, "seed of an order of samples within mini-batches, to see rounding; 0: none", least=0
+    permutation_seed: _Whole = _key(
+        0, "seed of an order of samples within mini-batches, to see rounding; 0: none"
     )
     precision: Literal["fp32", "bf16"] = _key(
         "fp32", "of the dense part; bf16 keeps parameters in fp32"
@@ -904,14 +762,14 @@ class TrainConfig(Keys):
     optimizer: OptimizerConfig = _key(OptimizerConfig, "update of the embedding rows")
     dense_optimizer: OptimizerConfig | None = _key(None, "update of the dense part")
     lr_schedule: LearningRateConfig = _key(LearningRateConfig, "learning rates over the run")
-    schedule: Annotated[ScheduleConfig, BeforeValidator(ScheduleConfig.from_text)] = _key(
+    schedule: ScheduleConfig = _key(
         ScheduleConfig,
         "order of fetching rows, computing and updating",
         derived="lookahead with files or cuda, else sequential",
         resume="free without fae",
         common=True,
     )
-    skip: Annotated[SkipConfig, BeforeValidator(SkipConfig.from_text)] = _key(
+    skip: SkipConfig = _key(
         SkipConfig, "samples, or updates of rows, that are left out", common=True
     )
     eval: EvalConfig = _key(EvalConfig, "evaluation during training", resume="free")
@@ -924,29 +782,64 @@ class TrainConfig(Keys):
     synthetic: SyntheticConfig = _key(SyntheticConfig, "synthetic data")
 
     @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
+    def _check(self) -> Self:
         """Check keys that need each other, and complete the optimizer of the dense part."""
-        if self.is_synthetic and self.data != _SYNTHETIC:
-            raise ConfigError(f"data must be {_SYNTHETIC!r} if synthetic, got {self.data!r}")
-        if len(set(self.callbacks)) < len(self.callbacks):
-            raise ConfigError(f"callbacks must have each name once, got {list(self.callbacks)}")
         if self.budget:
             parse_bytes(self.budget, "budget")
-        if self.cold_path and self.cold_tier == "host":
-            raise ConfigError(
-                f"cold_path is for cold_tier 'file', got {self.cold_path!r} with 'host'; "
-                "leave it out, or set cold_tier to 'file'"
-            )
         if self.dense_optimizer is not None:
             dense = self.optimizer.for_dense(self.dense_optimizer)
-            if "rowwise" in dense.name:
-                raise ConfigError(
-                    f"dense_optimizer.name must be 'sgd', 'adagrad' or 'adam', got {dense.name!r}, "
-                    "which is for rows"
-                )
             object.__setattr__(self, "dense_optimizer", dense)
-        _check_embeddings(self)
-        _check_order(self)
+        dense_name = self.resolved_dense_optimizer.name
+        averaged = [name for name, pooling in self.model.pooling.items() if pooling == "mean"]
+        skip, fae = self.skip.kind, self.schedule.fae
+        needs_recsys = {
+            "budget": self.budget,
+            "plan": self.plan,
+            f"model.pooling.{''.join(averaged[:1])}": averaged,
+            f"skip {skip!r}": skip not in ("none", "random_drop"),
+        }
+        needing = ", ".join(name for name, is_set in needs_recsys.items() if is_set)
+        _refuse(
+            (
+                bool(needing) and self.embeddings != "recsys",
+                f"{needing} needs embeddings 'recsys', got {self.embeddings!r}; leave it out, or "
+                "choose embeddings 'recsys'",
+            ),
+            (
+                self.is_synthetic and self.data != _SYNTHETIC,
+                f"data must be {_SYNTHETIC!r} if synthetic, got {self.data!r}",
+            ),
+            (
+                bool(self.cold_path) and self.cold_tier == "host",
+                f"cold_path is for cold_tier 'file', got {self.cold_path!r} with 'host'; "
+                "leave it out, or set cold_tier to 'file'",
+            ),
+            (
+                "rowwise" in dense_name,
+                f"dense_optimizer.name must be 'sgd', 'adagrad' or 'adam', got {dense_name!r}, "
+                "which is for rows",
+            ),
+            (
+                fae is not None and bool(self.permutation_seed or not self.shuffle),
+                "shuffle false and permutation_seed are not for schedule 'fae', which orders "
+                "samples by their rows; drop the key, or choose another schedule",
+            ),
+            (
+                skip == "paper" and (fae is None or fae.rate != 100 or fae.adaptive),
+                "skip 'paper' trains on all cold and then on all hot mini-batches of an epoch; set "
+                "schedule.fae.rate to 100 and schedule.fae.adaptive to false",
+            ),
+            (
+                skip == "paper" and bool(self.model.table_dims),
+                "skip 'paper' is for tables of one embedding_dim, got model.table_dims "
+                f"{self.model.table_dims}; drop one",
+            ),
+            (
+                skip not in ("none", "paper") and fae is not None,
+                f"skip {skip!r} does not go with schedule 'fae', whose order of samples is planned "
+                "beforehand; choose another schedule",
+            ),
+        )
         return self
 
     @property
@@ -960,67 +853,45 @@ class TrainConfig(Keys):
         return self.dense_optimizer or self.optimizer.for_dense()
 
 
-class AblationKeys(Keys):
-    """The keys of the table `[ablate]` of an ablation, without variations and grid."""
+class VariationKeys(Keys):
+    """A variation of an ablation: its name, and keys of `TrainConfig`, not checked yet."""
 
-    seeds: Annotated[tuple[_Seed, ...], Field(strict=False, min_length=1)] = _key(
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, Field(pattern=r"^([A-Za-z0-9][\w.+-]*)?$")] = _key(..., "name in tables")
+
+
+class AblationKeys(Keys):
+    """The keys of the table `[ablate]` of an ablation."""
+
+    seeds: Annotated[tuple[_Whole, ...], Field(strict=False, min_length=1)] = _key(
         ..., "seeds of every variation, in the order in which they run"
     )
-    target_auc: float = _key(0.0, "measure the training time to it; 0: none", least=0, most=1)
+    target_auc: float = _key(0.0, "measure the training time to it; 0: none", ge=0, le=1)
     target_split: Literal["validation", "test"] = _key("test", "split of that AUC")
-    eval_every_samples: int = _key(4096, "training samples between two evaluations", least=1)
+    eval_every_samples: _Count = _key(4096, "training samples between two evaluations")
     baseline: _Text = _key("", "variation with which the others are compared; empty: none")
-    late_share: float = _key(
-        0.0, "last share of the training over which quality is averaged; 0: none", least=0, most=1
+    variations: Annotated[tuple[VariationKeys, ...], Field(strict=False)] = _key(
+        (), "named sets of keys"
     )
+    grid: dict[str, Any] = _key({}, "by key: values, of which every combination is taken")
 
     @model_validator(mode="after")
-    def _check(self) -> AblationKeys:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ConfigError(f"seeds must be distinct, got {list(self.seeds)}")
+    def _check(self) -> Self:
+        names = [variation.name for variation in self.variations]
+        unread = self.model_fields_set & {"target_split", "eval_every_samples"}
+        no_list = [key for key, values in flat(self.grid).items() if not isinstance(values, list)]
+        _refuse(
+            (len({*self.seeds}) < len(self.seeds), f"seeds must differ, got {list(self.seeds)}"),
+            (len({*names}) < len(names), f"names of variations must differ, got {names}"),
+            (not (names or self.grid), "variations or grid must say what varies"),
+            (bool(no_list), f"grid.{'.'.join(no_list[:1])} must be a list of values"),
+            (
+                bool(unread) and not self.target_auc,
+                f"{', '.join(unread)} means nothing without ablate.target_auc; drop it",
+            ),
+        )
         return self
-
-
-def _check_embeddings(config: TrainConfig) -> None:
-    """Refuse keys that need the embeddings of recsys with other ones."""
-    averaged = [table for table, pooling in config.model.pooling.items() if pooling == "mean"]
-    needed = (
-        (bool(config.budget), "budget"),
-        (bool(config.plan), "plan"),
-        (bool(averaged), f"model.pooling.{''.join(averaged[:1])}"),
-        (config.skip.needs_rows, f"skip {config.skip.kind!r}"),
-    )
-    for is_set, name in needed:
-        if is_set and config.embeddings != "recsys":
-            raise ConfigError(
-                f"{name} needs embeddings 'recsys', got {config.embeddings!r}; leave it out, or "
-                "choose embeddings 'recsys'"
-            )
-
-
-def _check_order(config: TrainConfig) -> None:
-    """Refuse what does not go together because both decide the order of samples."""
-    skip, fae = config.skip.kind, config.schedule.fae
-    if fae is not None and (config.permutation_seed or not config.shuffle):
-        raise ConfigError(
-            "shuffle false and permutation_seed are not for schedule 'fae', which orders samples "
-            "by their rows; drop the key, or choose another schedule"
-        )
-    if skip == "paper" and (fae is None or fae.rate != 100 or fae.adaptive):
-        raise ConfigError(
-            "skip 'paper' trains on all cold and then on all hot mini-batches of an epoch; set "
-            "schedule.fae.rate to 100 and schedule.fae.adaptive to false"
-        )
-    if skip == "paper" and config.model.table_dims:
-        raise ConfigError(
-            "skip 'paper' is for tables of one embedding_dim, got model.table_dims "
-            f"{config.model.table_dims}; drop one"
-        )
-    if skip not in ("none", "paper") and fae is not None:
-        raise ConfigError(
-            f"skip {skip!r} does not go with schedule 'fae', whose order of samples is planned "
-            "beforehand; choose another schedule"
-        )
 
 
 class Key(NamedTuple):
@@ -1034,7 +905,6 @@ class Key(NamedTuple):
         accepts: The values it accepts, in words.
         resume: As in `_key`, and never empty.
         common: As in `_key`.
-        same_as: The table with the same keys that comes first; empty for the first.
     """
 
     group: str
@@ -1044,51 +914,45 @@ class Key(NamedTuple):
     accepts: str
     resume: Resume
     common: bool = False
-    same_as: str = ""
 
 
-def walk_keys(keys: type[Keys] = TrainConfig) -> Iterator[Key]:
-    """Every key of a table and of the tables in it.
-
-    Args:
-        keys: The table.
-    """
-    return _walk(keys, {}, Key("run", "", "", "", "", "fixed"))
+_RUN = Key("run", "", "", "", "", "fixed")
 
 
-def _walk(keys: type[Keys], seen: dict[type, str], table: Key) -> Iterator[Key]:
-    """Every key of a table.
+def walk_keys(
+    keys: type[Keys] = TrainConfig, table: Key = _RUN, seen: dict[type, str] | None = None
+) -> Iterator[Key]:
+    """Every key of a table and of the tables in it; of tables with equal keys those of the first.
 
     Args:
         keys: The table.
-        seen: The name of the first table of each class so far; extended.
         table: What its keys inherit.
+        seen: The name of the first table of each class so far; extended.
     """
+    seen = {} if seen is None else seen
     tables = {name: _table_of(keys, name) for name in keys.model_fields}
     for own_name, inner in sorted(tables.items(), key=lambda item: item[1] is not None):
         field, name = keys.model_fields[own_name], f"{table.name}.{own_name}".removeprefix(".")
         about = cast("dict[str, Any]", field.json_schema_extra)
         key = table._replace(
             name=name,
-            default=f"as in {table.same_as}"
-            if table.same_as
-            else about["derived"] or field.get_default(call_default_factory=True),
+            default=about["derived"] or field.get_default(call_default_factory=True),
             meaning=field.description or "",
+            accepts=_words(field.annotation, field.metadata),
             resume=about["resume"] or table.resume,
-            common=about["common"] and not table.same_as,
+            common=about["common"],
         )
         if inner is None:
-            yield key._replace(accepts=_words(field.annotation) + about["range"])
+            yield key
             continue
-        first = table.same_as or seen.setdefault(inner, name)
-        if not table.same_as:
-            key = key._replace(
-                group=f"{name}: {key.meaning}", same_as="" if first == name else first
-            )
+        key = key._replace(group=f"{name}: {key.meaning}")
+        first = seen.setdefault(inner, name) if inner.model_fields else name
+        if first != name:
+            yield key._replace(default="as there", accepts=f"keys as in {first}")
+            continue
         if issubclass(inner, Kinds):
-            kinds = f"one of {', '.join(inner.model_fields)}"
-            yield key._replace(default=about["derived"] or inner.default_kind, accepts=kinds)
-        yield from _walk(inner, seen, key)
+            yield key._replace(default=about["derived"] or inner.default_kind)
+        yield from walk_keys(inner, key, seen)
 
 
 def _table_of(keys: type[Keys] | None, name: str) -> type[Keys] | None:
@@ -1098,62 +962,54 @@ def _table_of(keys: type[Keys] | None, name: str) -> type[Keys] | None:
         keys: The table that it is in; None for none.
         name: The key.
     """
-    annotation = (
-        None
-        if keys is None or name not in keys.model_fields
-        else keys.model_fields[name].annotation
-    )
-    for choice in (annotation, *get_args(annotation)):
-        if isinstance(choice, type) and issubclass(choice, Keys):
-            return choice
-    return None
+    field = None if keys is None else keys.model_fields.get(name)
+    kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Keys)), None)
 
 
-def _words(kind: Any) -> str:
-    """What values of a type are."""
+def _words(kind: Any, limits: Sequence[Any] = ()) -> str:
+    """What values of a type are, and their limits."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(filter(None, inner))}"
-    if origin is Annotated:
-        return _words(inner[0])
-    if origin is tuple:
-        return f"list of {_words(inner[0])}s"
-    if origin is dict:
-        return f"by name: {_words(inner[1])}"
-    return _WORDS[kind]
+        return f"one of {', '.join(inner)}"
+    if origin in _FORMS:
+        return _FORMS[origin].format(*map(_words, inner))
+    if isinstance(kind, type) and issubclass(kind, Kinds):
+        return f"one of {', '.join(kind.model_fields)}"
+    ends = [
+        f" {words} {getattr(limit, name):g}"
+        for name, words in _LIMITS.items()
+        for limit in limits
+        if hasattr(limit, name)
+    ]
+    return _WORDS.get(kind, "table") + ",".join(ends)
 
 
 def _explain(keys: type[Keys], error: ValidationError) -> str:
     """The first fault that pydantic found: key, rule, value and hint."""
     fault = error.errors()[0]
-    path, kind, cause = fault["loc"], fault["type"], fault.get("ctx", {}).get("error")
-    name, value = ".".join(map(str, path)), repr(fault["input"])[:60]
-    if isinstance(cause, ConfigError):  # of keys beside each other, or in a table
+    name = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden":
+        *tables, mistyped = map(str, fault["loc"])
+        for table in tables:
+            keys = _table_of(keys, table) or keys
+        return f"{name} is not a key; {_nearest(keys, mistyped)}"
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # of a table in this one, or of keys that conflict
         return f"{name}.{cause}" if name else str(cause)
-    if kind == "missing":
-        return f"{name} is required; set it"
-    if kind == "extra_forbidden":
-        return f"{name} is not a key; {_nearest(keys, str(path[-1]))}"
-    if kind == "model_type":
-        table = _table_of(keys, str(path[0]))
-        has_name = isinstance(fault["input"], str) and table and "name" in table.model_fields
-        hint = f"; did you mean {name}.name={fault['input']}?" if has_name else ""
-        return f"{name} must be a table of keys, got {value}{hint}"
-    rule = re.sub(r"^(Value error,|\w+) (should|must)", "must", fault["msg"])
-    rule = rule.replace("tuple", "list").replace("dictionary", "table")
-    return f"{name} {rule}, got {value}"
+    if fault["type"] == "model_type":
+        return f"{name} is a table; set a key of it, such as {name}.name={fault['input']}"
+    return f"{name}: {fault['msg']}, got {reprlib.repr(fault['input'])}"
 
 
 def _nearest(keys: type[Keys], name: str) -> str:
-    """The keys of a table, or of the tables in it, whose own name is most like a mistyped one."""
-    places = {own: [own] for own in keys.model_fields}
-    for found in walk_keys(keys):
-        if "." in found.name and not found.same_as:
-            places.setdefault(found.name.rpartition(".")[2], []).append(found.name)
-    close = difflib.get_close_matches(name, places, n=1)
+    """The key of a table, or of the tables in it, whose own name is most like a mistyped one."""
+    known = [*keys.model_fields, *(key.name for key in walk_keys(keys))]
+    by_own_name = {key.rpartition(".")[2]: key for key in reversed(known)}
+    close = difflib.get_close_matches(name, by_own_name, n=1)
     if not close:
         return f"keys are {', '.join(keys.model_fields)}"
-    return f"did you mean {' or '.join(places[close[0]][:3])}?"
+    return f"did you mean {by_own_name[close[0]]}?"
 
 
 def format_keys(keys: type[Keys], *, common: bool = False) -> str:
@@ -1166,23 +1022,13 @@ def format_keys(keys: type[Keys], *, common: bool = False) -> str:
     width = max(80, shutil.get_terminal_size().columns)
     lines: list[str] = []
     shown = [found for found in walk_keys(keys) if found.common or not common]
-    for (group, same_as), members in groupby(shown, lambda found: (found.group, found.same_as)):
-        lines += [] if common else ["", group + (f" (keys as in {same_as})" if same_as else "")]
-        for found in () if same_as else members:
+    for group, members in groupby(shown, lambda found: found.group):
+        lines += [] if common else ["", group]
+        for found in members:
             is_bare = isinstance(found.default, str) and found.default
             default = found.default if is_bare else json.dumps(found.default)
-            meaning = textwrap.wrap(
-                f"{found.meaning} ({found.accepts}; default {default})",
-                width - _MEANING_COLUMN,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            name = f"  {found.name}"
-            if len(name) > _MEANING_COLUMN - 2:  # the meaning begins on the next line
-                lines.append(name)
-                name = ""
-            lines.append(f"{name:<{_MEANING_COLUMN}}{meaning[0]}")
-            lines += [" " * _MEANING_COLUMN + line for line in meaning[1:]]
+            text = f"  {found.name:<30}  {found.meaning} ({found.accepts}; default {default})"
+            lines += textwrap.wrap(text, width, subsequent_indent=" " * 34, break_on_hyphens=False)
     return "\n".join(lines)
 
 
@@ -1195,10 +1041,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
     return found
 
 
@@ -1219,42 +1063,15 @@ def load_config(
     Raises:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
-    for setting in settings:
-        name = setting.partition("=")[0].strip()
-        if name in values:
-            raise ConfigError(f"{name} is set elsewhere on the command line; drop {setting!r}")
-    return build_from_file(lambda tree: TrainConfig(**tree | values), file, settings)
-
-
-def build_from_file(
-    make: Callable[[dict[str, Any]], _T],
-    file: Path | None,
-    settings: Sequence[str],
-) -> _T:
-    """Build a configuration from a TOML file and settings; errors name the file if it is at fault.
-
-    Args:
-        make: Builds a configuration from nested keys.
-        file: As for `read_tree`.
-        settings: As for `read_tree`.
-
-    Returns:
-        What `make` returns.
-
-    Raises:
-        ConfigError: as `read_tree` and `make` raise it.
-    """
-    tree = read_tree(file, settings)
+    clashing = [text for text in settings if text.partition("=")[0].strip() in values]
+    if clashing:
+        raise ConfigError(f"{clashing[0]} is set elsewhere on the command line; drop one")
     try:
-        return make(tree)
+        return TrainConfig(**read_tree(file, settings) | values)
     except ConfigError as error:
-        fault = error
-    try:
-        make(read_tree(None, settings))
-    except ConfigError as error:
-        if str(error) == str(fault):  # the settings have the fault without the file
+        if file is None:
             raise
-    raise ConfigError(f"{file}: {fault}")
+        raise ConfigError(f"{' with '.join([str(file), *settings])}: {error}") from error
 
 
 def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
@@ -1269,6 +1086,7 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
 
     Raises:
         ConfigError: the file is not TOML, or a setting is not key=value.
+        OSError: the file cannot be read.
     """
     tree: dict[str, Any] = {}
     if file is not None:
@@ -1276,10 +1094,6 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
             tree = parse_toml(file.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise ConfigError(f"{file} is not TOML: {error}") from error
-        except OSError as error:
-            raise ConfigError(
-                f"configuration {file} cannot be read: {error.strerror}; name a TOML file"
-            ) from error
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or not name.strip():
@@ -1306,36 +1120,23 @@ def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
         tree: The nested keys; changed.
         key: Names joined by dots.
         value: The value of the key.
-
-    Raises:
-        ConfigError: a part before the last dot is a value, not a table, or there are many dots.
     """
-    parts = key.split(".")
-    *tables, last = parts
-    if len(tables) > _MOST_TABLES:
-        raise ConfigError(
-            f"key {key[:40]}... must be in at most {_MOST_TABLES} tables, got {len(tables)}"
-        )
+    names = key.split(".")
     keys: type[Keys] | None = TrainConfig
-    for name, inner_name in zip(tables, parts[1:], strict=True):
-        keys = _table_of(keys, name)
-        is_choice = keys is not None and issubclass(keys, Kinds)
-        inner = tree.setdefault(name, {})
-        if is_choice and isinstance(inner, str):
-            inner = tree[name] = {inner: {}}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"key {key}: {name} is a value, not a table")
-        if is_choice and inner_name not in inner:
-            inner.clear()
+    for name, next_name in pairwise(names):
+        keys, inner = _table_of(keys, name), tree.get(name)
+        is_kinds = keys is not None and issubclass(keys, Kinds)
+        if not isinstance(inner, dict) or (is_kinds and next_name not in inner):
+            inner = {}
+        tree[name] = inner
         tree = inner
-    if isinstance(value, str) and isinstance(tree.get(last), dict) and value in tree[last]:
-        return  # the kind that it is, whose keys stay
-    tree[last] = value
+    present = tree.get(names[-1])
+    is_same_kind = isinstance(present, dict) and isinstance(value, str) and value in present
+    tree[names[-1]] = present if is_same_kind else value  # the keys of the kind stay
 
 
 def _parse_value(text: str) -> Any:
     try:
-        tree = parse_toml(f"value = {text}")
+        return parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text
-    return tree["value"] if list(tree) == ["value"] else text  # text may have several lines

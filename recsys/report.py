@@ -74,8 +74,6 @@ _METRICS_OF_RUNS = (
     "num_rankings",
     "num_unknown_items",
 )
-# Okabe and Ito's colors without yellow: colour-blind readers tell them apart, also on white.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _FEW = 30  # points of a curve that are marked
 _Curves = dict[str, dict[str, Any]]  # (samples, values), by title and name
 _LEARNED_LITTLE = 0.99  # the normalized entropy of the mean label is 1
@@ -118,10 +116,14 @@ def format_unknown(unknown: Mapping[str, Mapping[str, int]]) -> list[str]:
     Args:
         unknown: How many, by part of the data and column.
     """
-    return [
-        f"{part}: values without a row of their own, which share row 0: "
-        f"{', '.join(f'{column} {count:,}' for column, count in columns.items())}"
+    found = {
+        part: [f"{column} {count:,}" for column, count in columns.items() if count]
         for part, columns in unknown.items()
+    }
+    return [
+        f"{part}: values without a row of their own, which share row 0: {', '.join(columns)}"
+        for part, columns in found.items()
+        if columns
     ]
 
 
@@ -249,8 +251,6 @@ METRICS = {
     "gauc": ("test GAUC", "{:.4f}"),
     "recall_at_k": ("test recall at {ranking_k}", "{:.4f}"),
     "ndcg_at_k": ("test NDCG at {ranking_k}", "{:.4f}"),
-    "late_auc": ("{late_split} AUC, last {late_percent} % of training", "{:.4f}"),
-    "late_logloss": ("{late_split} logloss, last {late_percent} % of training", "{:.4f}"),
     "train_seconds": ("seconds of training", "{:.1f}"),
     "throughput": ("samples/s", "{:,.0f}"),
     "num_trained": ("samples trained on", "{:,.0f}"),
@@ -275,7 +275,6 @@ def _values(cell: Mapping[str, Any]) -> dict[str, float | None]:
     throughput, tiers, skipped = run["throughput"], run.get("tiers"), run.get("skipped") or {}
     test, validation = (run["metrics"].get(part) or {} for part in ("test", "validation"))
     found = {metric: test.get(metric) for metric in METRICS}
-    found |= {f"late_{name}": (cell.get("late") or {}).get(name) for name in ("auc", "logloss")}
     if tiers is not None:
         moved = tiers["fetched_bytes"] + tiers["written_back_bytes"]
         found |= {name: tiers[name] for name in ("lookup_hit_rate", "unique_hit_rate")}
@@ -302,10 +301,6 @@ def column_title(metric: str, config: Mapping[str, Any]) -> str:
     return METRICS[metric][0].format(
         target_split=config["target_split"],
         target_auc=config["target_auc"],
-        late_split=config["target_split"]
-        if config["target_auc"]
-        else evaluation.get("split", EvalConfig().split),
-        late_percent=f"{100 * (config.get('late_share') or 0):g}",
         ranking_k=evaluation.get("ranking_k", EvalConfig().ranking_k),
     )
 
@@ -373,10 +368,10 @@ def make_differences(
         config: As in `ablate.json`, with a `baseline`.
 
     Returns:
-        One entry per variation, metric and `kind` ("difference", and "ratio" for times, rates and
-        samples trained on) with a pair of values: `seeds` with a cell of both variations; `values`
-        of the pairs by seed, None where one of the two has no value; `num_pairs` with a value;
-        their `mean` and its 95 % interval, `low` to `high`, None for a single pair.
+        One entry per variation and metric with a pair of values: its `kind` ("ratio" for times,
+        rates and samples trained on, else "difference"); `seeds` with a cell of both variations;
+        `values` of the pairs by seed, None where one of the two has no value; `num_pairs` with a
+        value; their `mean` and its 95 % interval, `low` to `high`, None for a single pair.
     """
     found = {(cell["variation"], cell["seed"]): _values(cell) for cell in cells}
     baseline = config["baseline"]
@@ -387,11 +382,10 @@ def make_differences(
             pairs = [
                 (found[variation, seed][metric], found[baseline, seed][metric]) for seed in seeds
             ]
-            for kind in ("difference", "ratio") if metric in _WITH_RATIOS else ("difference",):
-                entry = _compare(kind, pairs)
-                if entry["num_pairs"]:
-                    head = {"variation": variation, "baseline": baseline, "metric": metric}
-                    entries.append(head | {"kind": kind, "seeds": seeds} | entry)
+            entry = _compare("ratio" if metric in _WITH_RATIOS else "difference", pairs)
+            if entry["num_pairs"]:
+                head = {"variation": variation, "baseline": baseline, "metric": metric}
+                entries.append(head | {"seeds": seeds} | entry)
     return entries
 
 
@@ -410,7 +404,14 @@ def _compare(kind: str, pairs: Sequence[tuple[float | None, float | None]]) -> d
         half = _t_quantile(len(known) - 1) * np.std(known, ddof=1) / np.sqrt(len(known))
         ends += [ends[0] - half, ends[0] + half]
     mean, low, high = [*map(float, np.exp(ends) if is_ratio else ends), None, None, None][:3]
-    return {"values": values, "num_pairs": len(known), "mean": mean, "low": low, "high": high}
+    return {
+        "kind": kind,
+        "values": values,
+        "num_pairs": len(known),
+        "mean": mean,
+        "low": low,
+        "high": high,
+    }
 
 
 @cache
@@ -431,13 +432,13 @@ def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     Each has a note, and its lines, of which the first is the header.
     """
     config = record["config"]
-    means = {(row["metric"], row["mean"]) for row in record["rows"]}
-    num_means = Counter(metric for metric, _ in means)
-    is_alone = len({row["variation"] for row in record["rows"]}) == 1
+    num_means = Counter(
+        metric for metric, _ in {(row["metric"], row["mean"]) for row in record["rows"]}
+    )
     titles = {
         metric: column_title(metric, config)
         for metric in METRICS
-        if metric in _ALWAYS or num_means[metric] > 1 or (is_alone and (metric, None) not in means)
+        if metric in _ALWAYS or num_means[metric] > 1
     }
     note = (
         f"{record['status']}: {len(record['cells'])} of {record['num_cells']} cells, seeds "
@@ -447,7 +448,6 @@ def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     )
     cells = {(row["variation"], row["metric"]): _cell(row) for row in record["rows"]}
     tables = [(note, _lines(titles, cells))]
-    # The ratio comes after the difference, and takes its place.
     cells = {
         (entry["variation"], entry["metric"]): _difference(entry)
         for entry in record.get("differences", ())
@@ -685,35 +685,24 @@ def draw_curves(curves: _Curves) -> bytes:
     Args:
         curves: Samples and values of each curve, by the title of its picture and its name.
     """
-    import matplotlib as mpl
-    from cycler import cycler
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
     if not any(len(samples) for named in curves.values() for samples, _ in named.values()):
         return b""
+    height = 2.5 * len(curves) + 0.2 * sum(map(len, curves.values()))
+    figure = Figure((6.5, height), layout="constrained")
+    axes = figure.subplots(len(curves), squeeze=False).flat
+    for axis, (title, named) in zip(axes, curves.items(), strict=True):
+        for name, (samples, values) in named.items():
+            marker = "o" if len(samples) < _FEW else ""  # no line leads to a single point
+            axis.plot(samples, values, marker=marker, markersize=3, label=name)
+        axis.set(xlabel="samples", ylabel=title)
+        axis.xaxis.set_major_formatter(EngFormatter())
+        axis.grid(alpha=0.3)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
     picture = BytesIO()
-    styles = cycler(linestyle=["-", "--", ":", "-."]) * cycler(color=_COLORS)
-    settings: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-        "text.parse_math": False,
-    }
-    with mpl.rc_context({**settings, "axes.prop_cycle": styles}):
-        height = 2.5 * len(curves) + 0.2 * sum(map(len, curves.values()))
-        figure = Figure((6.5, height), layout="constrained")
-        axes = figure.subplots(len(curves), squeeze=False).flat
-        for axis, (title, named) in zip(axes, curves.items(), strict=True):
-            lines = []
-            for samples, values in named.values():
-                marker = "o" if len(samples) < _FEW else ""  # no line leads to a single point
-                lines += axis.plot(samples, values, marker=marker, markersize=3)
-            axis.set(xlabel="samples", ylabel=title)
-            axis.xaxis.set_major_formatter(EngFormatter())
-        # With explicit labels: matplotlib skips lines whose labels begin with _.
-        figure.legend(lines, list(named), loc="outside lower left")
-        figure.savefig(picture, format="png", dpi=120)
+    figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()
 
 

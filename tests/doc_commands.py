@@ -16,7 +16,7 @@ _OPTIONAL = re.compile(r"(?:(?<=\s)|^)\[([^\]]+)\](?=\s|$)")
 _FENCE = re.compile(r"^ *(```|~~~).*\n((?s:.*?))^ *\1", re.MULTILINE)
 # Words that stand for a number or for one of several choices.
 PLACEHOLDERS = {
-    "A:B": "0:10",
+    "A:B": "0:0.5",
     "B": "64",
     "COMMAND": "train",
     "KIND": "dlrm",

@@ -113,22 +113,16 @@ def _recsys(words):
 
 
 class _Forks:
-    """In place of the context `spawn`. A fork has two descriptors of its caller: of a pipe, and one
-    that tells when the caller has ended.
-    """
-
-    Pipe = staticmethod(multiprocessing.Pipe)
+    """In place of the context `spawn`. A descriptor tells a fork when its caller has ended."""
 
     @staticmethod
     def Process(target, args):  # noqa: N802
         context = multiprocessing.get_context("fork")
-        return context.Process(target=_close_all_but_its_pipe, args=(target, *args))
+        return context.Process(target=_close_all_but_one, args=(target, *args))
 
 
-def _close_all_but_its_pipe(target, connection, *arguments):
+def _close_all_but_one(target, *arguments):
     caller = multiprocessing.parent_process().sentinel
-    first, last = sorted([connection.fileno(), caller])
-    os.closerange(3, first)
-    os.closerange(first + 1, last)
-    os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
-    target(connection, *arguments)
+    os.closerange(3, caller)
+    os.closerange(caller + 1, os.sysconf("SC_OPEN_MAX"))
+    target(*arguments)

@@ -1,8 +1,14 @@
+"""Keys become a configuration, and a configuration becomes the keys that it was made of."""
+
 import pytest
 import torch
 
 from recsys.config import (
+    GuardConfig,
+    ImportanceConfig,
     OptimizerConfig,
+    PaperConfig,
+    StalenessConfig,
     TrainConfig,
     describe_config,
     load_config,
@@ -10,23 +16,20 @@ from recsys.config import (
     to_toml,
     walk_keys,
 )
-from recsys.embeddings import Adagrad, Adam
+from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
+from recsys.pipeline import DropInput, Importance, Observe, RandomDrop
+from recsys.pipeline.skip.paper import Paper
+from recsys.pipeline.skip.policies import Guard
 
-
-def test_defaults_are_the_public_kaggle_recipe():
-    config = TrainConfig()
-
-    assert (config.optimizer.name, config.optimizer.lr) == ("sgd", 0.1)
-    assert (config.batch_size, config.epochs, config.seed) == (128, 1, 0)
-    assert config.model.dense_arch == (512, 256, 64, 16)
-    assert config.model.over_arch == (512, 256, 1)
+FAE = ("schedule.fae.rate=100", "schedule.fae.adaptive=false", "budget=1MiB")
 
 
 def test_settings_win_over_the_file_and_values_over_both(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text(
-        'seed = 1\nepochs = 2\ndata = "file"\n[optimizer]\nlr = 0.5\nname = "adagrad"\n'
+        'seed = 1\nepochs = 2\ndata = "file"\n[optimizer]\nlr = 0.5\nname = "adagrad"\n',
+        encoding="utf-8-sig",  # as editors on Windows write it
     )
 
     config = load_config(file, ["optimizer.lr=1", "epochs = 3"], data="given")
@@ -37,31 +40,19 @@ def test_settings_win_over_the_file_and_values_over_both(tmp_path):
 
 def test_a_budget_may_be_a_number_of_bytes():
     assert load_config(None, ["budget=135050380"]) == load_config(None, ['budget="135050380"'])
-    assert TrainConfig(budget=135050380) == TrainConfig(budget="135050380")
     assert TrainConfig(budget=0).budget == "0"  # the least budget, not none
-
-
-def test_the_bottom_mlp_ends_in_the_embedding_dim_unless_it_is_set():
-    config = load_config(None, ["model.embedding_dim=32"])
-
-    assert config.model.dense_arch == (512, 256, 64, 32)
-    defaults = {key.name: key.default for key in walk_keys()}
-    assert defaults["model.dense_arch"] == "[512, 256, 64, embedding_dim]"
-    assert defaults["optimizer.eps"] == "depends on name"
 
 
 @pytest.mark.parametrize(
     "settings",
     [
+        [],
         ["model.dense_arch=[8, 4]", "model.embedding_dim=4", "dense_optimizer.lr=0.5"],
-        ["model.embedding_dim=32"],
-        ["optimizer.name=adam"],
         ["model.table_dims.C3=8", "model.table_dims.C4=2", "model.pooling.C3=mean"],
         ["skip.drop_input.guard.every=1500", "skip.drop_input.share=0.4"],
         ["skip=importance", "schedule=hotline"],
         ["schedule.fae.rate=100", "budget=1MiB"],
-        ["model.din.attention=[8]"],
-        ["model.interaction=masked_transformer"],
+        ["model.name=din", "model.din.attention=[8]"],
         ["model.interaction.masked_transformer.kept=4"],
     ],
 )
@@ -75,51 +66,30 @@ def test_what_is_written_is_what_was_read(tmp_path, settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "lr"),
+    ("settings", "name", "lr", "rows_eps", "eps"),
     [
-        ([], "sgd", 0.1),
-        (["optimizer.name=adagrad", "optimizer.lr=0.01"], "adagrad", 0.01),
-        (["optimizer.name=adagrad", "dense_optimizer.lr=0.5"], "adagrad", 0.5),
-        (["dense_optimizer.name=adagrad"], "adagrad", 0.1),
-        (["optimizer.name=rowwise_adagrad"], "adagrad", 0.1),
+        ([], "sgd", 0.1, 1e-10, 1e-10),
+        (["optimizer.name=rowwise_adagrad"], "adagrad", 0.1, 1e-10, 1e-10),
+        (["optimizer.name=partial_rowwise_adam"], "adam", 0.1, 1e-8, 1e-8),
+        (["optimizer.name=adam", "dense_optimizer.lr=0.5"], "adam", 0.5, 1e-8, 1e-8),
+        (["optimizer.name=adam", "dense_optimizer.name=adagrad"], "adagrad", 0.1, 1e-8, 1e-10),
+        (["dense_optimizer.name=adam"], "adam", 0.1, 1e-10, 1e-8),
+        (["optimizer.eps=1e-5", "dense_optimizer.name=adam"], "adam", 0.1, 1e-5, 1e-5),
+        (["optimizer.name=adam", "dense_optimizer.eps=1e-5"], "adam", 0.1, 1e-8, 1e-5),
     ],
 )
-def test_the_dense_part_takes_from_the_rows_what_is_not_set(settings, name, lr):
-    dense = load_config(None, settings).resolved_dense_optimizer
-
-    assert (dense.name, dense.lr) == (name, lr)
-
-
-@pytest.mark.parametrize(
-    ("settings", "rows", "dense"),
-    [
-        (["optimizer.name=sgd"], 1e-10, 1e-10),
-        (["optimizer.name=adagrad"], 1e-10, 1e-10),
-        (["optimizer.name=rowwise_adagrad"], 1e-10, 1e-10),
-        (["optimizer.name=adam"], 1e-8, 1e-8),
-        (["optimizer.name=partial_rowwise_adam"], 1e-8, 1e-8),
-        (["optimizer.name=adam", "optimizer.eps=1e-10"], 1e-10, 1e-10),
-        (["optimizer.name=adam", "dense_optimizer.lr=0.5"], 1e-8, 1e-8),
-        (["optimizer.name=adam", "dense_optimizer.name=adagrad"], 1e-8, 1e-10),
-        (["optimizer.name=sgd", "dense_optimizer.name=adam"], 1e-10, 1e-8),
-        (["optimizer.eps=1e-5", "dense_optimizer.name=adam"], 1e-5, 1e-5),
-        (["optimizer.name=adam", "dense_optimizer.eps=1e-5"], 1e-8, 1e-5),
-    ],
-)
-def test_eps_is_torchs_default_of_the_optimizer_unless_it_is_set(settings, rows, dense):
+def test_the_dense_part_takes_from_the_rows_what_is_not_set(settings, name, lr, rows_eps, eps):
     config = load_config(None, settings)
 
-    assert (config.optimizer.eps, config.resolved_dense_optimizer.eps) == (rows, dense)
+    dense = config.resolved_dense_optimizer
+    assert (dense.name, dense.lr, config.optimizer.eps, dense.eps) == (name, lr, rows_eps, eps)
 
 
 @pytest.mark.parametrize("name", ["adagrad", "adam"])
-def test_the_default_eps_is_that_of_the_classes(name):
-    ours = {"adagrad": Adagrad, "adam": Adam}[name](lr=0.1)
+def test_the_default_eps_is_torchs(name):
     torchs = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[name]([torch.zeros(1)])
 
-    eps = OptimizerConfig(name=name).eps
-
-    assert eps == ours.eps == torchs.defaults["eps"]
+    assert OptimizerConfig(name=name).eps == torchs.defaults["eps"]
 
 
 def test_the_dense_part_follows_when_the_rows_optimizer_is_replaced():
@@ -134,7 +104,6 @@ def test_the_dense_part_follows_when_the_rows_optimizer_is_replaced():
     [
         ([], [1, 1, 1, 1, 1, 1]),
         (["warmup_steps=4"], [0.25, 0.5, 0.75, 1, 1, 1]),
-        (["decay=linear"], [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
         (["decay=linear", "warmup_steps=2"], [0.5, 1, 1, 0.75, 0.5, 0.25]),
         (["decay=linear", "decay_start=2", "decay_steps=2"], [1, 1, 1, 0.5, 0, 0]),
         (["decay=linear", "decay_steps=2", "final=0.5"], [1, 0.75, 0.5, 0.5, 0.5, 0.5]),
@@ -150,42 +119,50 @@ def test_learning_rates_rise_and_fall_as_told(settings, expected):
     assert schedule.is_constant == (not settings)
 
 
-def test_a_file_may_begin_with_the_mark_of_utf_8(tmp_path):
-    file = tmp_path / "config.toml"
-    file.write_text("seed = 3", encoding="utf-8-sig")  # as editors on Windows write it
-
-    assert load_config(file).seed == 3
-
-
-def test_an_error_of_the_settings_does_not_name_the_file(tmp_path):
+def test_a_setting_mends_a_value_of_the_file(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text('seed = "x"\n')
 
-    with pytest.raises(ConfigError, match=r"^seed "):
-        load_config(file, ["seed=y"])
+    with pytest.raises(ConfigError, match=r"config.toml with epochs=2: seed"):
+        load_config(file, ["epochs=2"])
     assert load_config(file, ["seed=1"]).seed == 1
 
 
 def test_every_key_is_described():
-    keys = {key.name: key.meaning for key in walk_keys()}
-
-    assert "optimizer.lr" in keys
-    assert "model.dense_arch" in keys
-    assert all(keys.values())
+    assert all(key.meaning and key.accepts and key.resume for key in walk_keys())
 
 
-def test_tables_of_values_are_keys_of_their_own():
-    settings = ["model.table_dims.C3=8", "model.table_dims.C4=2", "model.pooling.C3=mean"]
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        (StalenessConfig, Staleness),
+        (GuardConfig, Guard),
+        (PaperConfig, Paper),
+        (ImportanceConfig, Importance),
+    ],
+)
+def test_keys_have_the_defaults_of_the_library(keys, settings):
+    values = {name: value for name, value in keys() if name != "guard"}
 
-    config = load_config(None, settings)
-
-    assert config.model.table_dims == {"C3": 8, "C4": 2}
-    assert config.model.dim_of("C3") == 8
-    assert config.model.dim_of("C5") == 16
+    assert settings(**values) == settings()
 
 
-def test_a_table_of_constants_chooses_its_model():
-    model = load_config(None, ["model.tbsm.num_heads=2"]).model
+def policy_of(*settings):
+    return load_config(None, settings).skip.settings(7)
 
-    assert (model.name, model.tbsm.num_heads, model.tbsm.num_steps) == ("tbsm", 2, 20)
-    assert load_config(None, ["model.name=din"]).model.din.attention == (80, 40)
+
+def test_keys_become_policies():
+    assert policy_of() is None
+    assert policy_of(
+        "skip.drop_input.staleness.window=200", "skip.drop_input.guard.every=300"
+    ) == DropInput(staleness=Staleness(window=200), guard=Guard(every=300))
+    assert policy_of("skip.drop_input.guard.every=0") == DropInput(guard=None)
+    assert policy_of("skip.paper.target=0.1", *FAE) == Paper(target=0.1, seed=7)
+    assert policy_of("skip.random_drop.refill=false") == RandomDrop(0.2, 7, refill=False)
+
+
+def test_the_last_policy_wins():
+    assert policy_of("skip.drop_input.share=0.3", "skip=observe") == Observe()
+    assert policy_of("skip=observe", "skip.observe.share=0.3") == Observe(share=0.3)
+    assert policy_of("skip.observe.share=0.3", "skip=observe") == Observe(share=0.3)
+    assert policy_of("skip=observe", "skip=none") is None

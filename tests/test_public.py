@@ -125,7 +125,7 @@ def test_public_names_are_these_and_no_others():
             "TBSMConfig",
             "TrainConfig",
             "TransformerConfig",
-            "build_from_file",
+            "VariationKeys",
             "describe_config",
             "flat",
             "format_keys",

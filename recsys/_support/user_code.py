@@ -18,7 +18,6 @@ __all__ = [
     "current_folder_last",
     "fits_override",
     "import_class",
-    "names_class",
     "plain_warnings",
     "warn_caller",
 ]
@@ -40,12 +39,6 @@ def current_folder_last() -> Iterator[None]:
     finally:
         if is_new:
             sys.path.remove(folder)
-
-
-def names_class(name: str) -> bool:
-    """Whether a name has the form module:Class, the module as in an import."""
-    module, _, class_name = name.partition(":")
-    return all(map(str.isidentifier, [*module.split("."), class_name]))
 
 
 def import_class(key: str, name: str, base: type[_T], base_name: str) -> type[_T]:

@@ -13,22 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from recsys._version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["COMMANDS", "EXAMPLES", "GROUPS", "TRAIN_EXAMPLES", "Command", "build_parser", "parse"]
-
-
-class _Option(NamedTuple):
-    """An option, or an argument: what `add_argument` takes."""
-
-    names: tuple[str, ...]
-    settings: dict[str, Any]
+__all__ = ["EXAMPLES", "GROUPS", "TRAIN_EXAMPLES", "Command", "build_parser", "parse"]
 
 
-class _OneOf(NamedTuple):
-    """Options of which exactly one is given."""
-
-    options: tuple[_Option, ...]
+_Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
 
 
 class Command(NamedTuple):
@@ -36,17 +26,32 @@ class Command(NamedTuple):
 
     Attributes:
         help: The line that `recsys --help` prints.
-        options: Its options.
+        options: Its options and arguments; a list has some of which exactly one is given.
         formats: Its own commands, by name.
     """
 
     help: str
-    options: tuple[_Option | _OneOf, ...] = ()
+    options: tuple[_Option | list[_Option], ...] = ()
     formats: Mapping[str, Command] = MappingProxyType({})
 
 
 def _option(*names: str, **settings: Any) -> _Option:
-    return _Option(names, settings)
+    return names, settings
+
+
+def shares(text: str) -> tuple[float, float]:
+    """The two ends of `A:B`; raises ValueError unless 0 <= A < B <= 1."""
+    begin, end = (
+        float(part or default) for part, default in zip(text.split(":"), "01", strict=True)
+    )
+    if not 0 <= begin < end <= 1:
+        raise ValueError(text)
+    return begin, end
+
+
+def number_or_last(text: str) -> int | str:
+    """The number of a checkpoint, or "last"; raises ValueError for anything else."""
+    return text if text == "last" else int(text)
 
 
 _RAW = "tab-separated text, plain or gzip"
@@ -131,22 +136,20 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
                     "tables of any columns, by a schema",
                     (
                         _option("files", nargs="+", metavar="FILE", help=_FILES),
-                        _OneOf(
-                            (
-                                _option(
-                                    "--schema",
-                                    metavar="SCHEMA",
-                                    help="a TOML file, such as `recsys inspect` prints; or the "
-                                    "name of a known data set",
-                                ),
-                                _option(
-                                    "--like",
-                                    metavar="STORE",
-                                    help="number values as in STORE, unknown ones as row 0; all "
-                                    "rows are for test",
-                                ),
-                            )
-                        ),
+                        [
+                            _option(
+                                "--schema",
+                                metavar="SCHEMA",
+                                help="a TOML file, such as `recsys inspect` prints; or the "
+                                "name of a known data set",
+                            ),
+                            _option(
+                                "--like",
+                                metavar="STORE",
+                                help="number values as in STORE, unknown ones as row 0; all "
+                                "rows are for test",
+                            ),
+                        ],
                         _option(
                             "--split",
                             action="store_true",
@@ -269,25 +272,24 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
             "write a model, or the rows that changed, for other programs",
             (
                 _RUN,
-                _OneOf(
-                    (
-                        _option(
-                            "--to",
-                            choices=("safetensors", "torch-export"),
-                            help="its tensors, without pickle, or a program that runs with "
-                            "PyTorch alone",
-                        ),
-                        _option(
-                            "--since",
-                            type=int,
-                            metavar="N",
-                            help="only what changed from checkpoint N to the newest one, as "
-                            "safetensors",
-                        ),
-                    )
-                ),
+                [
+                    _option(
+                        "--to",
+                        choices=("safetensors", "torch-export"),
+                        help="its tensors, without pickle, or a program that runs with "
+                        "PyTorch alone",
+                    ),
+                    _option(
+                        "--since",
+                        type=int,
+                        metavar="N",
+                        help="only what changed from checkpoint N to the newest one, as "
+                        "safetensors",
+                    ),
+                ],
                 _option(
                     "--checkpoint",
+                    type=number_or_last,
                     metavar="N",
                     help="with --to safetensors: the model of this checkpoint, or of the 'last' "
                     "one",
@@ -317,10 +319,11 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
                 _NPZ,
                 _option(
                     "--samples",
-                    default=":",
+                    type=shares,
+                    default=(0, 1),
                     metavar="A:B",
-                    help="samples to count: numbers (0:1000), or shares if one has a point "
-                    "(0:0.5); the coverage is measured on the samples after B; default: all",
+                    help="samples to count, as shares (0:0.5); the coverage is measured on the "
+                    "samples after B; default: all",
                 ),
             ),
         ),
@@ -353,8 +356,6 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
         ),
     },
 }
-COMMANDS: Final = [name for commands in GROUPS.values() for name in commands]
-
 EXAMPLES: Final = """\
 examples:
   recsys train synthetic:criteo-kaggle --set synthetic.num_samples=200000
@@ -386,10 +387,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command; a mistake in them ends the process with status 2.
 
     Args:
-        arguments: The command, and what follows it.
+        arguments: The command, and what follows it; help if there is none.
     """
     parser, commands = _build()
-    if arguments[0] == "train" and {"-h", "--help"} & set(arguments):
+    if arguments[:1] == ["train"] and {"-h", "--help"} & set(arguments):
         from recsys.config import TrainConfig, format_keys  # takes a fifth of a second
 
         commands["train"].epilog = (
@@ -397,7 +398,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             f"{format_keys(TrainConfig, common=True)}\n\n{TRAIN_EXAMPLES}\n"
             f"every key:\n{format_keys(TrainConfig)}"
         )
-    options, left = parser.parse_known_args(arguments)
+    options, left = parser.parse_known_args(arguments or ["--help"])
     if left:
         keys = "; configuration keys are given by --set KEY=VALUE" if "set" in options else ""
         commands[options.command].error(f"unrecognized arguments: {' '.join(left)}{keys}")
@@ -406,16 +407,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """That parser, and the parsers of the commands, by name."""
+    groups = (
+        "\n".join([f"{heading}:", *(f"  {name:<10}{of.help}" for name, of in commands.items())])
+        for heading, commands in GROUPS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="recsys",
         description="Train recommendation models whose embedding tables outgrow the fast memory.",
-        formatter_class=_GroupedHelp,
-        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n\n".join([*groups, EXAMPLES]),
     )
     parser.add_argument("--version", action="version", version=f"recsys {__version__}")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     return parser, {
-        name: _fill(parsers.add_parser(name, help=command.help), command)
+        name: _fill(parsers.add_parser(name), command)
         for commands in GROUPS.values()
         for name, command in commands.items()
     }
@@ -425,29 +430,15 @@ def _fill(parser: argparse.ArgumentParser, command: Command) -> argparse.Argumen
     """Give a parser the options of a command, and its own commands."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for option in command.options:
-        if isinstance(option, _OneOf):
+        if isinstance(option, list):
             group = parser.add_mutually_exclusive_group(required=True)
-            for one in option.options:
-                group.add_argument(*one.names, **one.settings)
+            for names, settings in option:
+                group.add_argument(*names, **settings)
         else:
-            parser.add_argument(*option.names, **option.settings)
+            names, settings = option
+            parser.add_argument(*names, **settings)
     if command.formats:
         formats = parser.add_subparsers(dest="format", required=True, metavar="FORMAT")
         for name, inner in command.formats.items():
             _fill(formats.add_parser(name, help=inner.help), inner)
     return parser
-
-
-class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
-    """Lists the commands of the parser under the headings of `GROUPS`."""
-
-    def _iter_indented_subactions(self, action: argparse.Action) -> Generator[argparse.Action]:
-        by_name = {found.dest: found for found in super()._iter_indented_subactions(action)}
-        if not isinstance(action, argparse._SubParsersAction):
-            yield from by_name.values()
-            return
-        for heading, names in GROUPS.items():
-            yield argparse.Action([], dest="", metavar=f"{heading}:", nargs=0)
-            self._indent()
-            yield from (by_name[name] for name in names)
-            self._dedent()

