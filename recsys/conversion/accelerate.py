@@ -16,6 +16,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
 from recsys._support.memory import lasting_tensors
@@ -44,9 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
-    import torch
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
@@ -209,10 +208,9 @@ def accelerate(
     require_plan(plan)
     always = always or budget is not None or plan is not None
     chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam, always=always)
-    updaters, left, updated = chosen.updaters, chosen.left, chosen.updated
+    updaters, updated = chosen.updaters, chosen.updated
     notes = tuple(dict.fromkeys(updater.rule for updater in updaters if updater.rule))
-    refused = [f"{left[module][0]} is not replaced: {why}" for module, why in chosen.unfit.items()]
-    for message in (*notes, *refused):
+    for message in notes:
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
     formulas = [updater.formula for updater in updaters]
     budgeted = plan_of_model(updated, formulas, budget, plan)
@@ -252,11 +250,7 @@ def accelerate(
             updater.marks.remove_hooks()
     return Accelerated(
         _describe(chosen.found, counterparts),
-        {
-            name: why
-            for module, why in (chosen.unfit | chosen.not_updated).items()
-            for name in left[module]
-        },
+        chosen.left,
         tuple(
             f"rows are updated in the step of {type(updater.optimizer).__name__}"
             if updater.optimizer is not None
@@ -354,24 +348,17 @@ def _require_own_memory(model: nn.Module, tables: Mapping[nn.Parameter, str]) ->
     tensors = (*model.named_parameters(), *model.named_buffers())
     others = [(tensor, name) for name, tensor in tensors if tensor not in tables]
     for tensor, name in (*tables.items(), *others):
-        memory = _memory(tensor)
-        if memory is not None and memory in names:
+        with DisableTorchFunctionSubclass():  # reading a table would write back all its rows
+            has_memory = tensor.layout is torch.strided and not tensor.is_meta
+            memory = tensor.untyped_storage().data_ptr() if has_memory else 0
+        if memory and memory in names:
             raise ValueError(
                 f"table {names[memory]!r} and {name!r}: with a budget a table must have its own "
                 "memory, and these are two tensors of the model on one, of which one would miss "
                 "newer rows; use one Parameter in both places, or a clone"
             )
-        if memory is not None and tensor in tables:
+        if tensor in tables:
             names[memory] = name
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """The address of a tensor's storage; None if it has none, as a sparse or a lazy tensor."""
-    try:
-        with DisableTorchFunctionSubclass():  # reading a table would write back all its rows
-            return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, ValueError):
-        return None
 
 
 def _describe(

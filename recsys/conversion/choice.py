@@ -102,17 +102,13 @@ class ChosenTables(NamedTuple):
         found: The modules to replace, with their names in the model.
         tables: Their tables; a table that modules share is listed several times.
         updaters: What updates the rows; empty if that is left to the caller.
-        left: The modules that are left, with their names.
-        unfit: Those that cannot be replaced, and why.
-        not_updated: Those that no given optimizer updates, or that PyTorch trains faster.
+        left: By the names of modules that are left to PyTorch: why.
     """
 
     found: dict[nn.Module, list[str]]
     tables: list[Table]
     updaters: list[Updater]
-    left: dict[nn.Module, list[str]]
-    unfit: dict[nn.Module, str]
-    not_updated: dict[nn.Module, str]
+    left: dict[str, str]
 
     @property
     def updated(self) -> list[Table]:
@@ -145,39 +141,37 @@ def choose_tables(
     optimizers = _as_tuple(optimizer)
     given = optimizers if isinstance(optimizers, tuple) else ()
     found, others = find_replaceable(model), find_of_other_classes(model)
-    tables, unfit, error = named_tables_in(found), {}, None
+    tables, errors = named_tables_in(found), dict[nn.Module, ValueError]()
+    for table in _all_of(tables):
+        require_no_optimizer(table.name, table.weight)
     for module, own in tables.items():
-        for table in own:
-            require_no_optimizer(table.name, table.weight)
         try:
             _require_fit(module, found[module][0], own, may_be_meta=may_be_meta)
             _updaters_of(given, own, lazy_adam=lazy_adam)  # raises if one cannot be translated
-        except ValueError as raised:
-            unfit[module], error = str(raised), error or raised
-    if error is not None and len(unfit) == len(found):
-        raise error
-    for module in others:
-        kind = f"{type(module).__name__} is a subclass unknown to recsys"
-        unfit[module] = f"{kind}, which may compute other values than torch's"
-    tables = {module: own for module, own in tables.items() if module not in unfit}
+        except ValueError as error:
+            errors[module] = error
+    if len(errors) == len(found):
+        raise next(iter(errors.values()))
+    left = {module: str(error) for module, error in errors.items()}
+    tables = _without(left, tables)
     updaters = _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
     updated = set(chain.from_iterable(updater.numbers for updater in updaters))
-    not_updated = {
-        module: "no given optimizer has its tables in a param group"
-        for module, own in tables.items()
-        if given
-        and updated.isdisjoint(table.weight for table in own)
-        and any(table.weight.requires_grad for table in own)
-    }
-    tables = {module: own for module, own in tables.items() if module not in not_updated}
+    for module, own in tables.items() if given else ():
+        is_updated = any(table.weight in updated for table in own)
+        if not is_updated and any(table.weight.requires_grad for table in own):
+            left[module] = "no given optimizer has its tables in a param group"
     if not always and (given or not updaters):
-        not_updated |= _find_slower(tables, updaters)
-        tables = {module: own for module, own in tables.items() if module not in not_updated}
-    if not_updated:
-        updaters = _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam)
-    left = {module: (found | others)[module] for module in unfit | not_updated}
-    taken = {module: found[module] for module in tables}
-    return ChosenTables(taken, _all_of(tables), updaters, left, unfit, not_updated)
+        left |= _find_slower(_without(left, tables), updaters)
+    tables = _without(left, tables)
+    for module in others:
+        kind = f"{type(module).__name__} is a subclass unknown to recsys"
+        left[module] = f"{kind}, which may compute other values than torch's"
+    return ChosenTables(
+        {module: found[module] for module in tables},
+        _all_of(tables),
+        _choose_updaters(_all_of(tables), optimizers, lazy_adam=lazy_adam),
+        {name: why for module, why in left.items() for name in (found | others)[module]},
+    )
 
 
 def plan_of_model(
@@ -260,6 +254,12 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
 
 def _all_of(tables: Mapping[nn.Module, Sequence[Table]]) -> list[Table]:
     return list(chain.from_iterable(tables.values()))
+
+
+def _without(
+    left: Mapping[nn.Module, str], tables: Mapping[nn.Module, list[Table]]
+) -> dict[nn.Module, list[Table]]:
+    return {module: own for module, own in tables.items() if module not in left}
 
 
 def _find_slower(

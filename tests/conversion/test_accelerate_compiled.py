@@ -106,30 +106,3 @@ def test_compiled_code_writes_to_rows(act, budget):
 
     (plain, _), (model, _) = pairs
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-def save_model(model, _):
-    return model.state_dict()["items.weight"].clone()
-
-
-def load(model, _):
-    model.load_state_dict({name: 2 * rows for name, rows in model.state_dict().items()})
-    return model.items.weight.detach().clone()
-
-
-@budgets
-@pytest.mark.parametrize(
-    "act",
-    [save_model, lambda _, optimizer: optimizer.state_dict()["state"][0]["sum"].clone(), load],
-    ids=["save_model", "save_optimizer", "load"],
-)
-def test_compiled_code_saves_and_loads_the_newest_rows_and_state(act, budget):
-    found = []
-    for (model, optimizer), run in zip(
-        runs(budget), [act, torch.compile(act, backend="eager")], strict=True
-    ):
-        for number in range(2):
-            train_step(model, optimizer, number)
-        found.append(run(model, optimizer))
-
-    torch.testing.assert_close(*found)

@@ -65,31 +65,3 @@ def test_a_table_kept_from_a_deleted_model_has_its_newest_rows(tier, collects, t
 
     for weight, other in zip(found, expected, strict=True):
         assert torch.equal(weight.detach(), other.detach())
-
-
-@pytest.mark.parametrize("tier", ["host", "file"])
-@pytest.mark.parametrize("is_again", [False, True])
-def test_an_optimizer_trains_on_with_tables_of_a_deleted_model(tier, is_again, tmp_path):
-    ends = []
-    for each in ("resident", tier):
-        model, optimizer = trained(each, tmp_path / "rows")
-        tables = [*model.parameters()]
-        del model
-        if not is_again:  # a step, before any use of the tables
-            for table in tables:
-                table.grad = torch.ones_like(table.detach())
-            optimizer.step()
-        other = Model()
-        other.users.weight, other.items.weight = tables
-        if is_again:
-            recsys.accelerate(
-                other,
-                optimizer=optimizer,
-                budget=None if each == "resident" else "8KiB",
-                always=True,
-            )
-        train(other, optimizer)
-        sums = [state["sum"] for state in optimizer.state_dict()["state"].values()]
-        ends.append([*(table.detach() for table in tables), *sums])
-
-    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))

@@ -91,25 +91,6 @@ def test_tables_that_are_left_train_as_before_beside_tables_that_are_taken():
     torch.testing.assert_close(ours.state_dict(), plain.state_dict())
 
 
-def test_a_model_that_is_left_as_a_whole_is_restored_verified_and_estimated():
-    model = Tables(1)
-    optimizer = sgd(model)
-
-    recsys.accelerate(model, optimizer=optimizer)
-    report = recsys.verify(
-        model,
-        [torch.arange(9)],
-        loss=lambda each, ids: each(ids).square().mean(),
-        optimizer=optimizer,
-    )
-    train(model, optimizer)
-
-    assert report.ok
-    assert recsys.restore(model).replacements == {}
-    assert recsys.estimate(model, optimizer=optimizer).num_tables == 1
-    assert recsys.accelerate(model, optimizer=optimizer, always=True).replacements
-
-
 def test_a_table_of_two_modules_is_left_in_both_or_in_none():
     model = nn.ModuleDict({"few": Tables(1), "many": Tables(2)})
     model["few"].tables[0].weight = model["many"].tables[0].weight
