@@ -28,7 +28,6 @@ from recsys.config import load_config, to_toml
 from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.train.trainer import train
 from tests.compiling import compile_once
-from tests.in_ci import is_left_out, pytest_pycollect_makeitem  # noqa: F401
 
 # Without a GPU, Triton kernels are interpreted; Triton reads this when it decorates a kernel.
 if not torch.cuda.is_available():
@@ -61,13 +60,12 @@ def threads_as_before():
         torch.set_num_threads(before)
 
 
+_IS_STRESS = os.environ.get("HYPOTHESIS_PROFILE") == "stress"
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=50, **_COMMON)
 # Always the same cases, so that more of them would find nothing new; `make stress` draws others.
 settings.register_profile("ci", max_examples=15, derandomize=True, **_COMMON)
 settings.register_profile("stress", max_examples=1000, **_COMMON)
-_CHOSEN = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
-settings.load_profile(_CHOSEN)
+settings.load_profile("stress" if _IS_STRESS else "ci")
 
 
 if _IS_ONE_OF_SEVERAL:
@@ -89,12 +87,19 @@ if _IS_ONE_OF_SEVERAL:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked `outside_ci`, and cases that the mark `in_ci` does not name, out of CI."""
-    if _CHOSEN != "ci":
+    """Leave out what is slow, unless everything is wanted."""
+    if _IS_STRESS:
         return
-    left_out = [item for item in items if is_left_out(item)]
+    left_out = [item for item in items if _is_slow(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _is_slow(item):
+    mark = item.get_closest_marker("slow")
+    return mark is not None and not any(
+        word in item.callspec.id for word in mark.kwargs.get("but", ())
+    )
 
 
 # Of the model and the data, whatever is small enough to train in a blink.

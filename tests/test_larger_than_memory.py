@@ -83,7 +83,7 @@ def carry_out(*arguments):
     return json.loads(printed.splitlines()[-1])
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, tmp_path):
     folder, record = large_run
 
@@ -121,7 +121,7 @@ def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
-@pytest.mark.in_ci("save")
+@pytest.mark.slow(but=("save",))
 @pytest.mark.parametrize("command", ["save", "safetensors"])
 def test_a_model_is_written_without_its_tables_in_memory(large_run, tmp_path, command):
     folder, _ = large_run

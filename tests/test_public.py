@@ -165,7 +165,7 @@ def test_public_names_are_these_and_no_others():
         assert all(hasattr(module, each) for each in names)
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 def test_names_of_the_package_are_imported_when_they_are_used():
     code = """
 import sys
@@ -263,7 +263,6 @@ def test_a_script_in_the_folder_above_a_clone_called_recsys_finds_the_package(
     assert ended.stdout.strip() == str(clone / "recsys" / "__init__.py")
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_trains_without_torchrec_and_fbgemm(
     tmp_path, pytestconfig, small_settings
 ):

@@ -7,7 +7,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests import users
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:tables", "ignore:budget=")
 @pytest.mark.parametrize("name", ["Users", "PipelineUsers"])
 def test_whatever_users_do_tiers_and_resident_tables_stay_equal(name):

@@ -11,10 +11,8 @@ import pytest
 from tests import forks
 from tests.commands import recsys, refused
 
-pytestmark = pytest.mark.slow
 
-
-@pytest.mark.outside_ci
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_cell_after_its_step_and_it_is_continued(
     small_settings, tmp_path, number

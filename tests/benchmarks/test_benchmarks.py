@@ -63,7 +63,6 @@ def run(pytestconfig, folder, script):
 
 
 @pytest.mark.slow
-@pytest.mark.outside_ci
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_writes_its_rows(pytestconfig, tmp_path, script):
     record = run(pytestconfig, tmp_path, script)
@@ -75,7 +74,6 @@ def test_a_benchmark_writes_its_rows(pytestconfig, tmp_path, script):
 
 
 @pytest.mark.slow
-@pytest.mark.outside_ci
 def test_criteo_text_is_prepared_as_by_pandas(pytestconfig, tmp_path, kaggle_10k):
     # The script compares the numbers of ids that both found.
     record = run(pytestconfig, tmp_path, f"prepare.py --raw {kaggle_10k}")

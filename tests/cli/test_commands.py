@@ -184,7 +184,6 @@ def test_a_run_is_resumed_without_naming_its_data_again(tmp_path, small_settings
     assert record["resumed"] == [{"step": 15, "checkpoint": 3}]
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
     folder = tmp_path / "run"
     command = forks.command(

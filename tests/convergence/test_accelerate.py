@@ -32,8 +32,6 @@ def small(classic, data):
     return build
 
 
-@pytest.mark.convergence
-@pytest.mark.slow
 def test_a_step_from_the_same_state_agrees_at_20_points_of_a_run(classic, data, small):
     model, optimizer = small()
     batches = list(BatchLoader(data, "train", 512, shuffle=True, seed=0, drop_last=True))
@@ -54,9 +52,7 @@ def test_a_step_from_the_same_state_agrees_at_20_points_of_a_run(classic, data, 
         assert (report.rtol, report.atol) == (1e-5, 1e-7)
 
 
-@pytest.mark.convergence
-@pytest.mark.slow
-@pytest.mark.in_ci("synthetic")
+@pytest.mark.slow(but=("synthetic",))
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
 def test_in_float64_the_whole_run_agrees(classic, data, small, kind):
     plain, theirs = small(kind, torch.float64)

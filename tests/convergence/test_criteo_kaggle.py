@@ -12,9 +12,7 @@ ALL = [(recipe, provider) for recipe in LEAST_AUCS for provider in ("recsys", "t
 CASES = ALL if os.environ.get("HYPOTHESIS_PROFILE") == "stress" else SOME
 
 
-@pytest.mark.convergence
-@pytest.mark.slow
-@pytest.mark.in_ci("sgd-recsys")
+@pytest.mark.slow(but=("sgd-recsys",))
 @pytest.mark.parametrize(("recipe", "provider"), CASES)
 def test_test_auc_reaches_the_reference(kaggle_137k_run, provider, recipe):
     if provider == "fbgemm":

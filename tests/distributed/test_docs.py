@@ -8,7 +8,6 @@ import pytest
 torchrec = pytest.importorskip("torchrec")
 
 
-@pytest.mark.slow
 def test_the_snippets_of_the_page_run(ranks, pytestconfig, tmp_path):
     text = (pytestconfig.rootpath / "docs" / "distributed.md").read_text()
     snippets = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -20,7 +19,6 @@ def test_the_snippets_of_the_page_run(ranks, pytestconfig, tmp_path):
     assert not list((tmp_path / "rows").iterdir())  # scratch space, which ends with the ranks
 
 
-@pytest.mark.slow
 def test_the_example_learns(ranks, pytestconfig):
     found = ranks("example", root=str(pytestconfig.rootpath))
 

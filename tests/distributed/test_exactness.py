@@ -66,7 +66,6 @@ SOME = [  # each kind of plan, each exchange and each optimizer
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("optimizer", "kind", "exchange"), SOME)
 def test_every_budget_and_tier_computes_what_one_process_computes(
@@ -144,7 +143,6 @@ def test_pipelines_compute_what_a_loop_computes(ranks, exchange):
             require_same(rank["loop"], rank[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "kind", "exchange"), SOME)
 def test_outputs_and_a_step_are_near_those_of_fbgemm(ranks, kind, exchange, optimizer):
     found = ranks("beside_fbgemm", kind=kind, optimizer=optimizer, exchange=exchange)

@@ -94,7 +94,6 @@ def require_equal(ranks, expected, near=0.0):
             same(rank["dense"][name], values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bounds"),
     [

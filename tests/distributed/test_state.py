@@ -40,7 +40,6 @@ def test_rows_of_a_plain_model_are_loaded(ranks):
         assert torch.equal(whole(found, "rows", name), first_rows(name))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["pooled", "rows"])
 @pytest.mark.parametrize("output_dtensor", [False, True], ids=["sharded", "dtensor"])
 def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, output_dtensor, exchange):

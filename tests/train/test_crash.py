@@ -12,7 +12,6 @@ IS_STRESS = os.environ.get("HYPOTHESIS_PROFILE") == "stress"
 NUM_KILLS, NUM_SAMPLES = (5, 60_000) if IS_STRESS else (2, 12_000)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_run_that_is_killed_more_than_once_ends_with_the_model_of_an_unkilled_one(tmp_path):
     file = tmp_path / "crash.json"

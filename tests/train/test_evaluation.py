@@ -95,7 +95,7 @@ def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypa
         assert evaluated(folder) == record["metrics"]
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 @pytest.mark.parametrize(("come_again", "k"), [(True, 6), (False, 4)])
 def test_rankings_of_random_items_are_at_the_level_of_chance(tmp_path, come_again, k):
     store = write_random_store(tmp_path / "store", come_again=come_again)

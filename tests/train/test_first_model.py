@@ -37,7 +37,7 @@ def first(tmp_path):
     return tmp_path / "first"
 
 
-@pytest.mark.in_ci("file")
+@pytest.mark.slow(but=("file",))
 @pytest.mark.parametrize(
     "settings",
     [(), (*TIERED, "cold_tier=file"), ("embeddings=torch",)],

@@ -61,7 +61,7 @@ def test_every_parameter_learns(table_store, tmp_path, name):
     assert not [key for key in same if "bias" not in key]
 
 
-@pytest.mark.in_ci("hotline-din", "observe.staleness.window=33-din", "fae-tbsm")
+@pytest.mark.slow(but=("hotline-din", "observe.staleness.window=33-din", "fae-tbsm"))
 @pytest.mark.parametrize("name", ["din", "tbsm"])
 @pytest.mark.parametrize(
     "more",

@@ -67,7 +67,7 @@ def require_scores(run, file, data, sizes=(1, 7, 300), tolerance=1e-6):
         np.testing.assert_allclose(found, expected[:size], rtol=0, atol=tolerance)
 
 
-@pytest.mark.in_ci("masked_transformer")
+@pytest.mark.slow(but=("masked_transformer",))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_gives_the_predictions_of_the_model(table_store, tmp_path, name):
     data, file = table_store(has_weights=False), tmp_path / "model.pt2"
@@ -100,7 +100,7 @@ def test_other_names_of_tables_become_a_program_that_can_be_loaded(tmp_path):
     torch.export.load(tmp_path / "model.pt2").module()
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 def test_a_program_of_one_row_per_feature_takes_a_matrix_and_runs_without_recsys(tmp_path):
     settings = ["synthetic.num_samples=700", f"synthetic.table_sizes={[30] * 5}"]
     run = trained(settings, "synthetic:criteo-kaggle", tmp_path / "run")
@@ -125,7 +125,7 @@ ROWS = """user = self.embeddings(batch.sparse_features)["user"]
         pooled = rows.new_zeros(size, 4).index_add(0, bags, rows)"""
 
 
-@pytest.mark.in_ci("unpooled")
+@pytest.mark.slow(but=("unpooled",))
 @pytest.mark.parametrize(("attribute", "pool"), [("", POOLED), ("unpooled = True", ROWS)])
 def test_a_class_of_ones_own_becomes_a_program(own_class, table_store, tmp_path, attribute, pool):
     data, file = table_store(has_weights=False), tmp_path / "model.pt2"
@@ -136,7 +136,7 @@ def test_a_class_of_ones_own_becomes_a_program(own_class, table_store, tmp_path,
     require_scores(run, file, data)
 
 
-@pytest.mark.in_ci("len(batch)")
+@pytest.mark.slow(but=("len(batch)",))
 @pytest.mark.parametrize("change", ["if pooled.sum() > 0 else -pooled", "* len(batch)"])
 def test_a_class_that_cannot_be_traced_is_refused(own_class, table_store, tmp_path, change):
     name = own_class("", f"{POOLED}\n        pooled = pooled {change}")

@@ -24,7 +24,7 @@ NOT_TRAINING = ("binding", "compile_seconds", "evaluate_seconds")
 LONG = ("synthetic.num_samples=2100",)
 
 
-@pytest.mark.in_ci("file", "rates")
+@pytest.mark.slow(but=("file", "rates"))
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, tmp_path, stop_at, case):
     config = small_config(*SETTINGS, *CASES[case])
@@ -52,7 +52,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.in_ci("rows in memory")
+@pytest.mark.slow(but=("rows in memory",))
 @pytest.mark.parametrize("change", CHANGES)
 def test_where_rows_lie_and_when_they_are_fetched_may_change(
     small_config, tmp_path, stop_at, change
@@ -93,7 +93,7 @@ def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
     require_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_path, stop_at):
     settings = (*TIERED, "schedule=hotline", "schedule.hotline.learning_share=0.1")
     config = small_config(*SETTINGS, *settings, *LONG)
@@ -147,7 +147,7 @@ def test_a_resumed_run_keeps_the_number_of_threads_that_was_chosen_for_it(
     assert chosen["chosen_by"] == "the run so far"
 
 
-@pytest.mark.in_ci("as it was")
+@pytest.mark.slow(but=("as it was",))
 @pytest.mark.parametrize(
     "changed",
     [(), ("schedule=sequential",), ("schedule=hotline",)],

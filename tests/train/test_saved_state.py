@@ -119,7 +119,7 @@ def run(config, **more):
 RUN = Path("run")
 
 
-@pytest.mark.in_ci("Towers")
+@pytest.mark.slow(but=("Towers",))
 @pytest.mark.parametrize("name", ["Tied", "Towers"])
 def test_tensors_with_two_names_are_saved_once_loaded_and_exported(config_of, name):
     config = config_of(name)

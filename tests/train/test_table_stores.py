@@ -140,7 +140,7 @@ RUNS = {
 }
 
 
-@pytest.mark.in_ci("fae-2", "subsample-2", "paper-0")
+@pytest.mark.slow(but=("fae-2", "subsample-2", "paper-0"))
 @pytest.mark.parametrize("num_dense", [2, 0])
 @pytest.mark.parametrize("case", RUNS)
 @pytest.mark.filterwarnings("ignore:staleness|the guard never compares")

@@ -54,7 +54,7 @@ def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
     assert saved["peak_memory_bytes"] > 2**20
 
 
-@pytest.mark.in_ci("file")
+@pytest.mark.slow(but=("file",))
 @pytest.mark.parametrize("cold_tier", ["host", "file"])
 def test_a_tier_and_a_schedule_change_no_number_and_are_recorded(small_config, tmp_path, cold_tier):
     schedules = ("schedule=sequential", "schedule.lookahead.depth=4", "schedule=lookahead")
@@ -137,7 +137,7 @@ def test_a_run_is_evaluated_ten_times_an_epoch_by_default(small_config, tmp_path
     assert steps[-1] == 45 * epochs
 
 
-@pytest.mark.in_ci("recsys")
+@pytest.mark.slow(but=("recsys",))
 @pytest.mark.parametrize("provider", ["recsys", "torch"])
 def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path, provider):
     settings = [f"embeddings={provider}", "lr_schedule.decay=linear", "lr_schedule.decay_steps=4"]

@@ -82,7 +82,7 @@ CASES = {policy: (policy, ()) for policy in POLICIES} | {
 }
 
 
-@pytest.mark.in_ci("freeze_rows, two tiers")
+@pytest.mark.slow(but=("freeze_rows, two tiers",))
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, case):
     policy, settings = CASES[case]
@@ -103,7 +103,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(skip_config, tmp_path, stop_at, 
     assert (skipped["share_lookups_left_out"] > 0.01) == (policy == "freeze_rows")
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["drop_input", "freeze_rows"])
 def test_where_rows_lie_and_how_many_epochs_there_are_may_change(
     skip_config, tmp_path, stop_at, policy

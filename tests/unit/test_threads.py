@@ -20,7 +20,6 @@ SCRIPT = Path(__file__).with_name("threads.py")
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 
 
-@pytest.mark.slow
 @pytest.mark.serial
 def test_cases_under_random_delays_leave_nothing_open(tmp_path):
     done = subprocess.run(

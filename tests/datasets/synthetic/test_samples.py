@@ -70,7 +70,7 @@ def test_a_sample_is_the_same_in_any_batch_and_order(kaggle, samples):
     )
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [1, -1, 2**70 + 5])
 def test_another_seed_makes_other_samples(other):
     samples = np.arange(1_000)
@@ -84,7 +84,7 @@ def test_another_seed_makes_other_samples(other):
     assert 0.5 < (batch.labels == changed.labels).float().mean() < 0.75
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [[1], [1, 1], [1, 2, 3, 7, 64, 1_001], [5] * 60, [2**31, 2**31 - 1], [20_000_000] * 26]
 )
@@ -121,7 +121,7 @@ def test_click_rate_is_that_of_kaggle(kaggle):
     assert set(batch.labels.unique().tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"seed": 1, "table_sizes": [100] * 5}, {"seed": 2, "table_sizes": [1]}]
 )

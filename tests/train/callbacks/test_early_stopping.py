@@ -60,7 +60,7 @@ def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path
     assert (tmp_path / "run" / "checkpoints" / "00000003.json").is_file()
 
 
-@pytest.mark.in_ci("auto")
+@pytest.mark.slow(but=("auto",))
 @pytest.mark.parametrize("case", ["file", "auto", "fae"])
 def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
     small_config, tmp_path, stop_at, case
@@ -76,7 +76,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
     require_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.in_ci("within an epoch")
+@pytest.mark.slow(but=("within an epoch",))
 @pytest.mark.parametrize(
     ("patience", "batch_size"),
     [(3, 128), (4, 128), (4, 16)],
@@ -100,7 +100,7 @@ def test_a_run_that_was_killed_after_it_had_stopped_makes_no_further_step(
     require_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 def test_a_stopped_run_is_finished_and_continues_with_more_epochs(small_config, tmp_path):
     config, folder = small_config(*STOPS_AT_12), tmp_path / "run"
     record = run(config, folder)

@@ -184,7 +184,6 @@ def test_a_missing_package_is_named_before_data_are_read_or_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_mlflow_itself(small_config, tmp_path, monkeypatch, stop_at):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -200,7 +199,6 @@ def test_mlflow_itself(small_config, tmp_path, monkeypatch, stop_at):
     assert {each.step: each.value for each in losses} == pytest.approx(expected_losses)
 
 
-@pytest.mark.slow
 def test_weights_and_biases_itself(small_config, tmp_path, monkeypatch, stop_at):
     pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)

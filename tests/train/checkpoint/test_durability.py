@@ -177,7 +177,7 @@ def recorded(tmp_path_factory):
     return SimpleNamespace(disk=disk, events=recorder.events, contents=contents, done=done)
 
 
-@pytest.mark.in_ci("strict")
+@pytest.mark.slow(but=("strict",))
 @pytest.mark.parametrize("failure", ["kill", "journal", "strict"])
 def test_after_a_failure_at_any_operation_the_newest_checkpoint_opens(recorded, tmp_path, failure):
     disk, again = recorded.disk.copy(), Training(seed=1)

@@ -55,7 +55,7 @@ def interrupt_at(line_number, call):
     return False
 
 
-@pytest.mark.in_ci("host")
+@pytest.mark.slow(but=("host",))
 @pytest.mark.parametrize("tier", ["resident", "host"])
 def test_ctrl_c_in_save_and_wait_loses_no_row(tier, tmp_path):
     training = Training("adagrad", tier)

@@ -14,9 +14,9 @@ from recsys.cli.options import GROUPS, build_parser
 from recsys.config import TrainConfig, load_config
 from recsys.datasets import Schema
 from recsys.errors import ConfigError
-from tests.doc_commands import commands_of, lines_meant, overlooked
+from tests.docs.shown_commands import commands_of, lines_meant, overlooked
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     file
     for pattern in (

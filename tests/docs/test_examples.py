@@ -1,6 +1,6 @@
 """The programs of `examples`, with small sizes; what they print is read as users read it.
 
-`tests/test_frameworks.py` runs those of `examples/frameworks`, `tests/convergence` and
+`tests/docs/test_frameworks.py` runs those of `examples/frameworks`, `tests/convergence` and
 `tests/distributed` the two measurements.
 """
 

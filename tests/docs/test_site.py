@@ -20,7 +20,7 @@ def build(root, folder):
     cli(["build", "--strict", "--site-dir", str(folder)])
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(pytestconfig, tmp_path):
     fork = Fork(build, pytestconfig.rootpath, tmp_path)
     _, said = fork.end()

@@ -52,7 +52,6 @@ def walk(page, kaggle_137k_store, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.outside_ci
 @pytest.mark.slow
 def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, kaggle_137k_run, capsys):
     commands = [
@@ -97,7 +96,6 @@ def test_getting_started_compares_a_run_with_the_same_on_a_budget(page):
     assert replace(resident, budget="8MiB") == budget
 
 
-@pytest.mark.slow
 def test_the_first_run_on_real_data_is_the_one_that_is_shown(
     page, kaggle_137k_run, kaggle_137k_store
 ):

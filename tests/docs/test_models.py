@@ -38,7 +38,7 @@ def store_with_history(folder):
     return write_store(frame, Schema.from_dict(schema), folder / "data").path
 
 
-@pytest.mark.in_ci("recent")
+@pytest.mark.slow(but=("recent",))
 @pytest.mark.parametrize(("name", "has_history"), [("wide:Wide", False), ("recent:Recent", True)])
 def test_classes_of_the_page_train_and_serve_as_it_says(
     snippets, tmp_path, monkeypatch, name, has_history

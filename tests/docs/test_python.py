@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from recsys.datasets import Store
-from tests.test_docstrings import MODULES
+from tests.docs.test_docstrings import MODULES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Pages of which each block runs by itself, in the order of the page and in one folder.
 PAGES = [
     "README.md",
@@ -24,10 +24,10 @@ PAGES = [
 # Pages whose blocks need more, and what runs them.
 OTHER_PAGES = {
     "docs/distributed.md": "tests/distributed/test_docs.py",
-    "docs/file-formats.md": "tests/test_docs_first_pages.py",
-    "docs/migration.md": "tests/test_docs_migration.py",
-    "docs/models.md": "tests/test_docs_models.py",
-    "docs/tour.md": "tests/test_docs_python.py",
+    "docs/file-formats.md": "tests/docs/test_first_pages.py",
+    "docs/migration.md": "tests/docs/test_migration.py",
+    "docs/models.md": "tests/docs/test_models.py",
+    "docs/tour.md": "tests/docs/test_python.py",
 }
 # Private modules that pages import from, because they have no public name for it yet.
 PRIVATE = {
@@ -61,7 +61,7 @@ def clicks(tmp_path):
     (tmp_path / "schema.toml").write_text(schema)
 
 
-@pytest.mark.in_ci("README.md", "docs/python.md", "docs/tables.md", "docs/fast-memory.md")
+@pytest.mark.slow(but=("README.md", "docs/python.md", "docs/tables.md", "docs/fast-memory.md"))
 @pytest.mark.parametrize("page", PAGES)
 def test_each_block_of_a_page_runs(page, clicks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def test_each_block_of_a_page_runs(page, clicks, tmp_path, monkeypatch):
         assert first.table_sizes == second.table_sizes
 
 
-@pytest.mark.outside_ci
+@pytest.mark.slow
 def test_the_tour_runs_from_its_first_block_to_its_last(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "tour.md").read_text("utf-8")
