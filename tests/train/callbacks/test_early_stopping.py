@@ -124,12 +124,9 @@ def test_the_same_object_begins_anew_in_another_run(small_config, tmp_path):
 
 def test_another_metric_begins_anew(small_config, tmp_path, stop_at):
     config = small_config(*STOPS_AT_12)
-    stop_at((10, None))
-    with pytest.raises(Killed):
-        run(config, tmp_path / "run")
-
     other = replace(config, early_stopping=replace(config.early_stopping, metric="accuracy"))
-    record = run(other, tmp_path / "run", resume=True)
+
+    record = resumed_runs.run_and_resume(config, tmp_path / "run", [(10, None)], stop_at, other)
 
     assert record["stopped_early"]["best_step"] >= 9  # the first after the checkpoint at step 8
     assert record["stopped_early"]["step"] == 18
@@ -213,11 +210,9 @@ def test_the_model_is_that_of_the_best_evaluation(
 ):
     config, folder = small_config(*OVERFITS, *tiers, "early_stopping.patience=2"), tmp_path / "run"
     best = run(config, tmp_path / "whole")["stopped_early"]["best_step"]
-    if is_killed:  # after the best evaluation, of which its checkpoint does not know
-        stop_at((best + 1, None))
-        with pytest.raises(Killed):
-            run(config, folder)
-    record = run(config, folder, resume=is_killed)
+    # After the best evaluation, of which the newest checkpoint does not know.
+    stops = [(best + 1, None)] if is_killed else []
+    record = resumed_runs.run_and_resume(config, folder, stops, stop_at)
 
     assert record["model_step"] == record["stopped_early"]["best_step"] == best
     assert best < record["throughput"]["num_steps"]
