@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recsys.cli import main
 from recsys.datasets import Schema, Store, write_store
+from tests.commands import recsys
 
 NUM_ROWS = 4000
 RNG = np.random.default_rng(0)
@@ -81,15 +81,14 @@ def test_what_makes_a_model_doubtful_is_named(tmp_path, columns, schema, names):
     assert any(all(name in finding for name in names) for finding in found)
 
 
-def test_preparing_and_training_say_it(tmp_path, capsys):
+def test_preparing_and_training_say_it(tmp_path):
     lines = [f"{click},{item},{click}" for click, item in zip(CLICK, ITEMS, strict=True)]
     (tmp_path / "a.csv").write_text("click,item,bought\n" + "\n".join(lines) + "\n")
     (tmp_path / "s.toml").write_text('label = "click"\n[categorical.item]\n[categorical.bought]\n')
-    table = ["table", str(tmp_path / "a.csv"), "--schema", str(tmp_path / "s.toml")]
+    table = ("table", tmp_path / "a.csv", "--schema", tmp_path / "s.toml")
 
-    assert main(["prepare", *table, "--out", str(tmp_path / "store")]) == 0
-    prepared = capsys.readouterr().out
-    assert main(["train", str(tmp_path / "store"), "--run", str(tmp_path / "run")]) == 0
+    prepared = recsys("prepare", *table, "--out", tmp_path / "store")
+    trained = recsys("train", tmp_path / "store", "--run", tmp_path / "run")
 
-    for out in (prepared, capsys.readouterr().out):
+    for out in (prepared, trained):
         assert any("'click'" in line and "'bought'" in line for line in out.splitlines())

@@ -226,9 +226,7 @@ def test_named_labels_make_a_column_each(tmp_path, names):
     assert "'click'" in refused("train", store.path, "--run", tmp_path / "run")
 
 
-@pytest.fixture
-def criteo(tmp_path):
-    """A store of integers and raw ids."""
+def test_integers_are_read_as_their_logarithms(tmp_path):
     rng = np.random.default_rng(0)
     with StoreWriter(tmp_path / "criteo") as writer:
         writer.append(
@@ -242,20 +240,16 @@ def criteo(tmp_path):
             splits=classic_splits(21),
             about={"convention": "classic", "sources": []},
         )
-    return Store(tmp_path / "criteo")
+    store, samples = Store(tmp_path / "criteo"), np.array([20, 3, 3, 0])
 
+    batch = store.read(samples)
 
-def test_integers_are_read_as_their_logarithms(criteo):
-    samples = np.array([20, 3, 3, 0])
-
-    batch = criteo.read(samples)
-
-    np.testing.assert_array_equal(batch.labels, criteo.labels[samples])
-    expected = np.log(criteo.dense[samples].astype(np.float32) + 1)
+    np.testing.assert_array_equal(batch.labels, store.labels[samples])
+    expected = np.log(store.dense[samples].astype(np.float32) + 1)
     np.testing.assert_array_equal(batch.dense_features, expected)
     for column, key in enumerate(["cat_0", "cat_1", "cat_2"]):
         rows = batch.sparse_features[key].values()
-        np.testing.assert_array_equal(rows, criteo.sparse[samples, column])
+        np.testing.assert_array_equal(rows, store.sparse[samples, column])
 
 
 def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, expected, monkeypatch):
