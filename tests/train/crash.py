@@ -29,9 +29,8 @@ from safetensors.torch import load_file
 
 import recsys.cli
 from recsys.train import train  # noqa: F401  # imports what a run needs
-from recsys.train.checkpoint import newest
-from recsys.train.checkpoint.format import manifest_numbers, read_manifest
 from tests.records import write_record
+from tests.train.checkpoint.trainings import manifest_of, newest, numbers_of
 
 SETTINGS = {
     "synthetic.num_samples": 60_000,
@@ -101,9 +100,7 @@ def pieces(folder: Path) -> set[str]:
 
 def written_at_kill(folder: Path) -> set[str]:
     """Kinds of the pieces that no checkpoint has: the kill came while they were written."""
-    known = {
-        name for number in manifest_numbers(folder) for name in read_manifest(folder, number).pieces
-    }
+    known = {name for each in numbers_of(folder) for name in manifest_of(folder, each)["pieces"]}
     return {name.partition("-")[0] for name in pieces(folder) - known}
 
 
