@@ -295,11 +295,6 @@ class LearningRateConfig(Keys):
         )
         return self
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether rates stay as they are."""
-        return self.warmup_steps == 0 and self.decay == "none"
-
     def factor(self, step: int, num_steps: int) -> float:
         """Factor of every learning rate in one step.
 
