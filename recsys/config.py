@@ -30,7 +30,7 @@ import reprlib
 import shutil
 import textwrap
 from itertools import groupby, pairwise
-from math import cos, pi
+from math import cos, pi, prod
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -875,12 +875,15 @@ class AblationKeys(Keys):
     def _check(self) -> Self:
         names = [variation.name for variation in self.variations]
         unread = self.model_fields_set & {"target_split", "eval_every_samples"}
-        no_list = [key for key, values in flat(self.grid).items() if not isinstance(values, list)]
+        grid = flat(self.grid)
+        no_list = [key for key, values in grid.items() if not (isinstance(values, list) and values)]
+        num_combined = 0 if no_list else prod(map(len, grid.values()))
         _refuse(
             (len({*self.seeds}) < len(self.seeds), f"seeds must differ, got {list(self.seeds)}"),
             (len({*names}) < len(names), f"names of variations must differ, got {names}"),
             (not (names or self.grid), "variations or grid must say what varies"),
-            (bool(no_list), f"grid.{'.'.join(no_list[:1])} must be a list of values"),
+            (bool(no_list), f"grid.{', '.join(no_list)} must be a list of values"),
+            (num_combined > 10_000, f"grid must have at most 10,000 cells, got {num_combined:,}"),
             (
                 bool(unread) and not self.target_auc,
                 f"{', '.join(unread)} means nothing without ablate.target_auc; drop it",

@@ -80,6 +80,13 @@ REFUSALS = [
         "ablate.baseline",
     ),
     (
+        "a huge grid",
+        lambda: load("SEEDS\n" + "".join(f"grid.a{n} = [1, 2]\n" for n in range(20))),
+        ConfigError,
+        "ablate.grid",
+    ),
+    ("an empty list", lambda: load("SEEDS\ngrid.epochs = []"), ConfigError, "ablate.grid.epochs"),
+    (
         "missing data",
         lambda: ablate(load(f"data = 'nowhere'\nSEEDS\n{SGD}"), "out"),
         StoreError,
