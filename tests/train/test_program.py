@@ -228,6 +228,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(table_store, tmp_
     assert str(store) in refused("export", run, *TO_PROGRAM, "--out", tmp_path / "model.pt2")
 
 
+@pytest.mark.filterwarnings("ignore:.* not at its end")
 def test_an_exported_state_dict_has_the_runs_tensors(table_store, tmp_path, monkeypatch):
     resource = pytest.importorskip("resource")  # there is none on Windows
     run = trained([], table_store(), tmp_path / "run")

@@ -220,7 +220,7 @@ def test_a_second_ctrl_c_keeps_what_was_measured(small_config, tmp_path, monkeyp
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.filterwarnings("ignore:.* was interrupted")
+@pytest.mark.filterwarnings("ignore:.* is interrupted")
 @pytest.mark.parametrize(
     ("moment", "split", "status", "num_validated"),
     [

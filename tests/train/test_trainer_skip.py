@@ -41,7 +41,7 @@ POLICIES = {
     "observe": WINDOWS,
     "drop_input": (*WINDOWS, *GUARD),
     "freeze_rows": (*WINDOWS, *GUARD),
-    "subsample": (*WINDOWS, *GUARD, "seed=3"),
+    "subsample": (*WINDOWS, *GUARD),
     "importance": ("share=0.4", "warm_up=0", *GUARD),
     "random_drop": ("share=0.4",),
     "paper": (

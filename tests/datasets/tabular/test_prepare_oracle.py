@@ -177,7 +177,7 @@ def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:histories list rows of these files alone")
-@pytest.mark.filterwarnings("ignore:negatives. column")
+@pytest.mark.filterwarnings("ignore:negatives:")
 @pytest.mark.filterwarnings("ignore:label .* in all .* rows of the training part")
 @given(frame=frames(), tree=schemas(), end=st.booleans())
 def test_a_store_is_what_plain_python_works_out(frame, tree, end):
