@@ -3,16 +3,9 @@
 import torch
 import torch.distributed as dist
 from ranks_cases import BOUNDS
-from ranks_models import CPU, of_rank, one_table, pieces, shard, train
-from ranks_shared import LR, OUTPUTS
-from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from ranks_models import of_rank, shard, train
+from ranks_shared import OUTPUTS
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingPlan
-
-from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 
 
 def looks_up(rank, world, bounds=None, **options):
@@ -27,44 +20,6 @@ def looks_up(rank, world, bounds=None, **options):
             vectors = collection(features)
             found.append({name: vectors[name].detach().clone() for name in OUTPUTS})
     return found
-
-
-class OneTable(nn.Module):
-    """A model of one table of 4 columns, looked up by the feature "u"."""
-
-    def __init__(self, num_rows):
-        super().__init__()
-        self.ebc = one_table("user", num_rows, "u")
-
-    def forward(self, features):
-        return self.ebc(features)["u"]
-
-
-def shard_one_table(world, num_rows, exchange):
-    model = OneTable(num_rows)
-    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": LR})
-    sharder = HotColdEmbeddingBagCollectionSharder({"row_wise_exchange": exchange})
-    plan = construct_module_sharding_plan(
-        model.ebc, {"user": row_wise()}, sharder, world, world, "cpu"
-    )
-    return DistributedModelParallel(
-        model, device=CPU, plan=ShardingPlan({"ebc": plan}), sharders=[sharder]
-    )
-
-
-def bags_of(ids, length):
-    lengths = torch.full((len(ids) // length,), length)
-    return KeyedJaggedTensor(keys=["u"], values=ids, lengths=lengths)
-
-
-def looks_up_rows_of_the_next_rank(rank, world):
-    """Vectors, and this rank's rows after a step, if no id is of the rank that looks it up."""
-    model = shard_one_table(world, 5 * world, "rows")
-    ids = torch.tensor([0, 4, 4, 1]) + (rank + 1) % world * 5
-    vectors = model(bags_of(ids, 1))
-    vectors.sum().backward()
-    [(first, rows)] = pieces(model.state_dict()["ebc.embedding_bags.user.weight"])
-    return vectors.detach(), first, rows
 
 
 def counts_bytes(rank, world, kind, exchange):

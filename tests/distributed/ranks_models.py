@@ -93,18 +93,6 @@ def make_collection(device="meta", is_weighted=False, pooling=PoolingType.SUM):
     )
 
 
-def one_table(name, num_rows, feature):
-    config = EmbeddingBagConfig(
-        name=name, num_embeddings=num_rows, embedding_dim=4, feature_names=[feature]
-    )
-    collection = EmbeddingBagCollection(tables=[config], device=CPU)
-    with torch.no_grad():
-        collection.embedding_bags[name].weight.copy_(
-            torch.arange(num_rows * 4).view(num_rows, 4) / 1000
-        )
-    return collection
-
-
 def plan_of(collection, sharder, kind, world, owners=None):
     """The plan; `owners` are the ranks of table-wise tables, by default one after the other."""
     shardings = {}

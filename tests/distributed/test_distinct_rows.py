@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks_one_process import OneProcess
-from ranks_shared import DIM, FEATURES, IS_STRESS, KEYS, LR, OUTPUTS, ROWS, global_batch, part
+from ranks_shared import DIM, FEATURES, IS_STRESS, KEYS, OUTPUTS, ROWS, global_batch, part
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -34,16 +34,6 @@ def test_vectors_are_those_of_one_process(ranks, kind, bounds, options):
         for vectors in of_rank:
             for name in OUTPUTS:
                 assert torch.equal(vectors[name], expected[name][begin:end]), name
-
-
-def test_a_rank_may_look_up_rows_of_another_rank_only(ranks):
-    found = ranks("looks_up_rows_of_the_next_rank")
-
-    whole = torch.arange(40).view(10, 4) / 1000
-    for rank, (vectors, first, rows) in enumerate(found):
-        assert torch.equal(vectors, whole[torch.tensor([0, 4, 4, 1]) + (5 - 5 * rank)])
-        times = torch.tensor([1.0, 1, 0, 0, 2]).unsqueeze(1)
-        torch.testing.assert_close(rows, whole[first : first + 5] - LR * times / 2)
 
 
 def test_a_distinct_id_and_its_row_travel_once_each_way(ranks):

@@ -63,37 +63,6 @@ def test_the_reference_steps_as_torchs_optimizer_does(ours, theirs):
         torch.testing.assert_close(weight, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_the_reference_steps_as_fbgemms_rowwise_adagrad_does():
-    pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-        ComputeDevice,
-        SplitTableBatchedEmbeddingBagsCodegen,
-    )
-
-    theirs = SplitTableBatchedEmbeddingBagsCodegen(
-        [(5, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        learning_rate=0.1,
-        eps=0.3,
-        stochastic_rounding=False,
-    )
-    expected = theirs.split_embedding_weights()[0]
-    expected.uniform_(-1, 1)
-    weight = expected.detach().clone()
-    ours = RowWiseAdagrad(lr=0.1, eps=0.3)
-    states = make_states(ours, weight)
-
-    for number, (rows, gradients) in enumerate(steps(8, torch.float32), 1):
-        update_rows(ours, weight, states, rows, gradients, number)
-        (theirs(rows, torch.arange(len(rows) + 1)) * gradients).sum().backward()
-
-        torch.testing.assert_close(weight, expected.detach(), rtol=1e-5, atol=1e-6)
-    (state,) = theirs.split_optimizer_states()[0]
-    torch.testing.assert_close(states[0][:, 0], state, rtol=1e-5, atol=1e-6)
-
-
 def test_partial_rowwise_adam_corrects_both_averages_and_then_adds_eps():
     """FBGEMM has it on GPUs alone; here number by number, as Kingma and Ba write Adam."""
     ours = PartialRowWiseAdam(lr=0.1, betas=(0.7, 0.95), eps=0.3)

@@ -1,4 +1,4 @@
-"""Small tables, mini-batches with histories, and layers written anew, for tests of DIN and TBSM."""
+"""Small tables and mini-batches with histories, for tests of DIN and TBSM."""
 
 import torch
 from torch import nn
@@ -63,59 +63,14 @@ def make_batch(lengths, seed=0, num_dense=NUM_DENSE, num_popular=0, category_len
     )
 
 
-class Reference:
-    """The parameters of a model as float64 leaves, and layers and lookups on them.
-
-    Everything is written for one sample, without code of the library.
-    """
-
-    def __init__(self, model):
-        self.parameters = {
-            name: value.detach().double().requires_grad_()
-            for name, value in model.named_parameters()
-        }
-
-    def rows(self, batch, feature, sample):
-        """The rows of one bag, one by one."""
-        ids = batch.sparse_features[feature]
-        begin, end = ids.offsets()[sample : sample + 2].tolist()
-        table = self.parameters[f"embedding_collection.embeddings.t_{TABLE_OF[feature]}.weight"]
-        return [table[row] for row in ids.values()[begin:end].tolist()]
-
-    def sum(self, batch, feature, sample):
-        total = torch.zeros(DIM, dtype=torch.float64)
-        for row in self.rows(batch, feature, sample):
-            total = total + row
-        return total
-
-    def linear(self, name, vector):
-        return self.parameters[f"{name}.weight"] @ vector + self.parameters[f"{name}.bias"]
-
-    def perceptrons(self, name, vector):
-        number = 0
-        while f"{name}._mlp.{number}._linear.weight" in self.parameters:
-            vector = self.linear(f"{name}._mlp.{number}._linear", vector).clamp(min=0)
-            number += 1
-        return vector
-
-    def top(self, name, vector):
-        """Perceptrons and a linear layer."""
-        return self.linear(f"{name}.model.1", self.perceptrons(f"{name}.model.0", vector))
+def rows_of(weights, batch, feature, sample):
+    """The rows of one bag, one by one."""
+    ids = batch.sparse_features[feature]
+    begin, end = ids.offsets()[sample : sample + 2].tolist()
+    table = weights[f"embedding_collection.embeddings.t_{TABLE_OF[feature]}.weight"]
+    return [table[row] for row in ids.values()[begin:end].tolist()]
 
 
-def require_equal(model, batch, reference, expected_logits):
-    """Logits and all gradients of a loss are those of the reference."""
-    weights = torch.linspace(1, 2, len(batch), dtype=torch.float64)
-
-    logits = model(batch.dense_features, batch.sparse_features)
-    (logits.squeeze(1) * weights.float()).sum().backward()
-    (expected_logits * weights).sum().backward()
-
-    assert logits.shape == (len(batch), 1)
-    torch.testing.assert_close(logits.squeeze(1).double(), expected_logits, rtol=1e-6, atol=1e-6)
-    for name, value in model.named_parameters():
-        expected = reference.parameters[name].grad
-        if expected is None:  # no sample has a step
-            expected = torch.zeros_like(reference.parameters[name])
-        gradient = value.grad.to_dense().double()
-        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6, msg=name)
+def sum_of(weights, batch, feature, sample):
+    rows = rows_of(weights, batch, feature, sample)
+    return sum(rows, torch.zeros(DIM, dtype=torch.float64))

@@ -1,16 +1,19 @@
 """DIN beside its formulas, written anew for one sample at a time."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from recsys.models import DIN
+from tests.models import formulas
 from tests.models.sequence_data import (
     HISTORIES,
     NUM_DENSE,
-    Reference,
     make_batch,
     make_collection,
-    require_equal,
+    rows_of,
+    sum_of,
 )
 
 NAMES = ["item_history", "item", "category_history", "category", "user", "tags"]
@@ -23,20 +26,17 @@ def make_din(num_dense=NUM_DENSE, histories=HISTORIES, **options):
     )
 
 
-def logits_of(reference, batch, histories):
-    logits = []
-    for sample in range(len(batch)):
-        vectors = {name: reference.sum(batch, name, sample) for name in NAMES}
-        for number, (history, candidate) in enumerate(histories.items()):
-            c = vectors[candidate]
-            interest = torch.zeros(len(c), dtype=torch.float64)
-            for h in reference.rows(batch, history, sample):
-                weight = reference.top(f"attention.{number}.mlp", torch.cat([h, c, h - c, h * c]))
-                interest = interest + weight * h
-            vectors[history] = interest
-        joined = [batch.dense_features[sample].double(), *(vectors[name] for name in NAMES)]
-        logits.append(reference.top("over_arch", torch.cat(joined)))
-    return torch.cat(logits)
+def logit_of(weights, sample, batch, histories):
+    vectors = {name: sum_of(weights, batch, name, sample) for name in NAMES}
+    for number, (history, candidate) in enumerate(histories.items()):
+        c = vectors[candidate]
+        interest = torch.zeros(len(c), dtype=torch.float64)
+        for h in rows_of(weights, batch, history, sample):
+            step = torch.cat([h, c, h - c, h * c])
+            interest = interest + formulas.over_arch(weights, step, f"attention.{number}.mlp") * h
+        vectors[history] = interest
+    joined = [batch.dense_features[sample].double(), *(vectors[name] for name in NAMES)]
+    return formulas.over_arch(weights, torch.cat(joined))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_logits_and_gradients_are_those_of_the_formulas(
 ):
     model = make_din(num_dense, histories)
     batch = make_batch(lengths, num_dense=num_dense, category_lengths=category_lengths)
-    reference = Reference(model)
 
-    require_equal(model, batch, reference, logits_of(reference, batch, histories))
+    formula = partial(logit_of, batch=batch, histories=histories)
+    formulas.require_formula(model, batch, formula, tolerance=2e-6)
 
 
 def test_it_runs_over_torchrecs_collection_and_on_its_jagged_tensors():

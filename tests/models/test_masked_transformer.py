@@ -89,13 +89,16 @@ def test_logits_and_gradients_are_the_formulas(mask, bags):
     model = DLRM(tables, 5, [8, 4], [16, 8, 1], interaction=make_arch(mask)).double()
     formulas.draw_parameters(model)
 
-    def formula(weights, vectors):
+    batch = formulas.make_batch(bags)
+
+    def formula(weights, sample):
+        vectors = formulas.vectors_of(weights, batch, sample)
         for layer in range(2):
             vectors = block(weights, f"inter_arch.blocks.{layer}", vectors, mask)
         products = torch.stack(formulas.products_of_pairs(vectors))
         return formulas.over_arch(weights, torch.cat([vectors[0], products]))
 
-    formulas.require_formula(model, formulas.make_batch(bags), formula)
+    formulas.require_formula(model, batch, formula)
 
 
 @pytest.mark.parametrize("mask", MASKS)

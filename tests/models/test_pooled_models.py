@@ -59,7 +59,10 @@ def test_logits_and_gradients_are_the_formulas(kind, bags, dtype, tolerance, dim
     model = formulas.draw_parameters(make_model(kind, dims, num_dense).to(dtype))
     batch = formulas.make_batch(bags, num_dense)
 
-    formulas.require_formula(model, batch, FORMULAS[kind], tolerance)
+    def formula(weights, sample):
+        return FORMULAS[kind](weights, formulas.vectors_of(weights, batch, sample))
+
+    formulas.require_formula(model, batch, formula, tolerance)
 
 
 @KINDS

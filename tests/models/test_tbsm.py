@@ -1,80 +1,65 @@
 """TBSM beside its formulas, written anew for one sample and step at a time."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from recsys.models import TBSM
+from tests.models import formulas
 from tests.models.sequence_data import (
     DIM,
     HISTORIES,
     NUM_DENSE,
-    Reference,
     make_batch,
     make_collection,
-    require_equal,
+    rows_of,
+    sum_of,
 )
 
 NUM_STEPS = 3
 OTHERS = ["user", "tags"]
 
 
-def make_tbsm(num_dense=NUM_DENSE, num_steps=NUM_STEPS, histories=HISTORIES, **options):
+def make_tbsm(num_dense, num_heads):
     torch.manual_seed(0)
-    return TBSM(
-        make_collection(),
-        num_dense,
-        histories,
-        num_steps,
-        [6, DIM],
-        [7, 1],
-        **{"tower_layer_sizes": (6, 5), **options},
-    )
+    sizes = {"tower_layer_sizes": (6, 5), "num_heads": num_heads}
+    return TBSM(make_collection(), num_dense, HISTORIES, NUM_STEPS, [6, DIM], [7, 1], **sizes)
 
 
-def tower(reference, dense, fields):
-    embedded = reference.perceptrons("tower.dense_arch", dense)
-    vectors = [embedded, *fields]
-    products = [
-        (vectors[first] * vectors[second]).sum()
-        for first in range(len(vectors))
-        for second in range(first + 1, len(vectors))
-    ]
-    result = reference.top("tower.over_arch", torch.cat([embedded, torch.stack(products)]))
+def tower(weights, dense, fields):
+    embedded = formulas.perceptrons(weights, "tower.dense_arch", dense)
+    products = torch.stack(formulas.products_of_pairs([embedded, *fields]))
+    result = formulas.over_arch(weights, torch.cat([embedded, products]), "tower.over_arch")
     return result / result.square().sum().sqrt()
 
 
-def logits_of(reference, batch, num_heads=1, num_steps=NUM_STEPS):
-    logits = []
-    for sample in range(len(batch)):
-        dense = batch.dense_features[sample].double()
-        others = [reference.sum(batch, name, sample) for name in OTHERS]
+def logit_of(weights, sample, batch, num_heads):
+    dense = batch.dense_features[sample].double()
+    others = [sum_of(weights, batch, name, sample) for name in OTHERS]
 
-        def vector(position, fields, dense=dense, others=others):
-            at = torch.tensor([position / (num_steps + 1)], dtype=torch.float64)
-            return tower(reference, torch.cat([dense, at]), [*fields, *others])
+    def vector(position, fields):
+        at = torch.tensor([position / (NUM_STEPS + 1)], dtype=torch.float64)
+        return tower(weights, torch.cat([dense, at]), [*fields, *others])
 
-        rows = [reference.rows(batch, history, sample) for history in HISTORIES]
-        steps, no_row = [], torch.zeros(DIM, dtype=torch.float64)
-        for step in range(num_steps):
-            back = num_steps - step  # 1 for the last step
-            if all(len(each) < back for each in rows):
-                steps.append(torch.zeros(5, dtype=torch.float64))
-            else:
-                fields = [each[-back] if len(each) >= back else no_row for each in rows]
-                steps.append(vector(step + 1, fields))
-        last = [reference.sum(batch, candidate, sample) for candidate in HISTORIES.values()]
-        candidate = vector(num_steps + 1, last)
-        contexts = []
-        for head in range(num_heads):
-            matrix = reference.parameters[f"heads.{head}.projection"]
-            scores = torch.stack([step @ (matrix.T @ (matrix @ candidate)) for step in steps])
-            coefficients = 1 / (1 + (-reference.top(f"heads.{head}.mlp", scores)).exp())
-            context = torch.zeros(5, dtype=torch.float64)
-            for coefficient, step in zip(coefficients, steps, strict=True):
-                context = context + coefficient * step
-            contexts.append(context)
-        logits.append(reference.top("over_arch", torch.cat([*contexts, candidate])))
-    return torch.cat(logits)
+    rows = [rows_of(weights, batch, history, sample) for history in HISTORIES]
+    steps, no_row = [], torch.zeros(DIM, dtype=torch.float64)
+    for step in range(NUM_STEPS):
+        back = NUM_STEPS - step  # 1 for the last step
+        if all(len(each) < back for each in rows):
+            steps.append(torch.zeros(5, dtype=torch.float64))
+        else:
+            fields = [each[-back] if len(each) >= back else no_row for each in rows]
+            steps.append(vector(step + 1, fields))
+    last = [sum_of(weights, batch, candidate, sample) for candidate in HISTORIES.values()]
+    candidate = vector(NUM_STEPS + 1, last)
+    contexts = []
+    for head in range(num_heads):
+        matrix = weights[f"heads.{head}.projection"]
+        scores = torch.stack([step @ (matrix.T @ (matrix @ candidate)) for step in steps])
+        coefficients = formulas.over_arch(weights, scores, f"heads.{head}.mlp").sigmoid()
+        contexts.append(coefficients @ torch.stack(steps))
+    return formulas.over_arch(weights, torch.cat([*contexts, candidate]))
 
 
 @pytest.mark.parametrize(
@@ -92,11 +77,11 @@ def logits_of(reference, batch, num_heads=1, num_steps=NUM_STEPS):
 def test_logits_and_gradients_are_those_of_the_formulas(
     lengths, category_lengths, num_dense, num_heads
 ):
-    model = make_tbsm(num_dense, num_heads=num_heads)
+    model = make_tbsm(num_dense, num_heads)
     batch = make_batch(lengths, num_dense=num_dense, category_lengths=category_lengths)
-    reference = Reference(model)
 
-    require_equal(model, batch, reference, logits_of(reference, batch, num_heads))
+    formula = partial(logit_of, batch=batch, num_heads=num_heads)
+    formulas.require_formula(model, batch, formula, tolerance=2e-6)
 
 
 def test_default_sizes_are_upstreams():

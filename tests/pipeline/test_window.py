@@ -125,13 +125,6 @@ def one_tensor(batches):
         yield dataclasses.replace(batch, labels=labels)
 
 
-def one_object(batches):
-    made = copy.copy(batches[0])
-    for batch in batches:
-        made.sparse_features, made.labels = batch.sparse_features, batch.labels
-        yield made
-
-
 def ids_written_to(batches, part):
     ids = copy.deepcopy(batches[0].sparse_features)
     for batch in batches:
@@ -154,9 +147,7 @@ def in_parts_of_a_tensor(batches, num_parts=5):
         yield dataclasses.replace(batch, labels=part)
 
 
-@pytest.mark.parametrize(
-    "give", [one_tensor, two_tensors_in_turn, one_object, values_of_ids, offsets_of_ids]
-)
+@pytest.mark.parametrize("give", [one_tensor, two_tensors_in_turn, values_of_ids, offsets_of_ids])
 def test_a_loader_that_overwrites_mini_batches_that_wait_is_refused_before_they_are_trained_on(
     pair, batches, give
 ):

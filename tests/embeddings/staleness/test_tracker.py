@@ -252,31 +252,6 @@ def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
     assert 0.5 < reports[-1]["num_lookups_left_out"] / reports[-1]["num_lookups"] < 0.8
 
 
-@pytest.mark.parametrize("freezes", [False, True])
-def test_rows_thaw_when_they_move_again(freezes):
-    """Rows 0 to 3 rest until window 4, and then rows 4 to 7."""
-    bag = make_bag()
-    tracker = StalenessTracker(bag, Staleness(**QUICK), share=0.5, freezes_rows=freezes)
-    calm = torch.arange(1.0, 9)[:, None] / 1000
-
-    def gradient_of(number):
-        moves = torch.arange(8)[:, None] >= 4
-        return torch.where(moves if number < 4 * WINDOW else ~moves, calm + 1, calm)
-
-    train_bags(tracker, [bag], 4 * WINDOW, gradient_of)
-    tracker.use_flags_of(4 * WINDOW)
-    assert tracker.stale_rows()["weight"].tolist() == [0, 1, 2, 3]
-    tracker.reset()
-    assert not tracker.has_stale_rows
-    train_bags(tracker, [bag], 30 * WINDOW, gradient_of)
-    stale = set()
-    for number in range(29 * WINDOW, 30 * WINDOW + LEAD + 1):
-        tracker.use_flags_of(number)
-        stale |= set(tracker.stale_rows()["weight"].tolist())
-    assert stale <= {4, 5, 6, 7}
-    assert tracker.report()["stale_rows"] == {"weight": 4}
-
-
 def test_a_step_that_raised_leaves_nothing_on():
     bag = make_bag()
     tracker = StalenessTracker(bag, Staleness(**QUICK), share=1.0, freezes_rows=True)

@@ -5,16 +5,15 @@ import pytest
 import torch
 
 from recsys.embeddings import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.kernels.cpu import claim as on_cpu
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, table_key
 from recsys.embeddings.kernels.cpu.row_map import LEFT_OUT
-from recsys.embeddings.rows.bags import Bags, Lookups, addresses
+from recsys.embeddings.rows.bags import Bags, Lookups
 from recsys.embeddings.rows.tables import compute_dtype
 from tests.exact.oracle import Oracle
 
 pytest.importorskip("triton")
 
-from recsys.embeddings.kernels.triton.claim import DeviceMarks, claim, most_rows
+from recsys.embeddings.kernels.triton.claim import DeviceMarks
 from recsys.embeddings.kernels.triton.lookup import DeviceInput, DeviceLookups, pool
 from recsys.embeddings.kernels.triton.memory import (
     BAD_GRADIENT,
@@ -25,7 +24,6 @@ from recsys.embeddings.kernels.triton.memory import (
     ErrorRecord,
     Rows,
 )
-from recsys.embeddings.kernels.triton.move import dirty_rows, move_rows
 from recsys.embeddings.kernels.triton.row_sort import CHUNK, DeviceEntry
 from recsys.embeddings.kernels.triton.update import update_rows
 
@@ -45,7 +43,6 @@ class Setup:
         dtype=torch.float32,
         *,
         has_slots=False,
-        num_slots=None,
         is_mean=False,
         formula=PLAIN,
         seed=None,
@@ -61,9 +58,7 @@ class Setup:
         self.width = 5 * dim
         firsts, in_slots = [0, 3, 10, 50], torch.arange(0, 50 if has_slots else 0, 3)
         self.marks = None
-        if num_slots is not None:
-            self.marks = DeviceMarks.empty(50, num_slots, device)
-        elif has_slots:  # every third row is in a slot, and cold memory has other numbers
+        if has_slots:  # every third row is in a slot, and cold memory has other numbers
             self.marks = DeviceMarks.empty(50, len(in_slots), device)
             numbers = torch.arange(len(in_slots), dtype=torch.int32, device=device)
             self.marks.slot_of_row[in_slots.to(device)] = numbers
@@ -74,9 +69,8 @@ class Setup:
         for every in (draw, *states):
             cold = every.clone()
             cold[in_slots] = 77
-            slots = cold[:1].repeat(num_slots, 1) if num_slots else every[in_slots]
             held = [part.clone().to(device) for part in cold.split(SIZES)]
-            memories.append(Rows(held, slots.to(device)))
+            memories.append(Rows(held, every[in_slots].to(device)))
         self.memories = DeviceMemories(
             memories[0],
             memories[1:],
@@ -120,34 +114,6 @@ class Setup:
         pool(self.memories, self.placed, given, kept, result)
         self.last = given, kept
         return result.cpu(), kept.cpu()
-
-    def claim(self, bags, generation, needed, num_others):
-        """Claim slots, as the CPU would from the same marks, and move rows; the rows left."""
-        arrays = [mark.cpu().numpy().copy() for mark in self.marks]
-        marks = on_cpu.Marks(*arrays)
-        given, most = self.given(bags), len(bags.ids) * self.lookups.most_repeats
-        assert most_rows(self.placed, given, 50) == min(most, 50)
-        moves = claim(self.marks, generation, needed, self.placed, given, num_others)
-        tables, positions, columns = self.lookups.arrays
-        sizes, firsts = np.array(SIZES)[tables], np.array([0, 3, 10])[tables]
-        lookups_5L = np.stack([tables, sizes, positions, columns, firsts]).astype(np.uint64)
-        lists_4M, counts = np.empty((4, most), np.int32), np.zeros(on_cpu.NUM_COUNTS, np.int64)
-        of_table = np.searchsorted(tables, np.arange(4))
-        of_input = addresses(bags, 0, is_mean=False)
-        on_cpu.claim(marks, generation, needed, lookups_5L, of_table, of_input, lists_4M, counts)
-        on_cpu.note_arrivals(marks.slot_of_row, lists_4M, counts)
-        assert moves.counts[: len(counts)].tolist() == counts.tolist()
-        found = [mark.cpu().numpy() for mark in self.marks]
-        for mine, its in zip(found[2:], marks[2:], strict=True):
-            np.testing.assert_array_equal(mine, its)
-        num_left = int(counts[on_cpu.LEFT])
-        assert num_left or set(found[1]) == set(marks.row_of_slot)
-        is_full = found[1] >= 0
-        assert np.array_equal(found[0][found[1][is_full]], is_full.nonzero()[0])
-        assert (found[0] >= 0).sum() == is_full.sum()
-        assert found[0].min() >= -1
-        move_rows(self.memories, moves)
-        return num_left
 
     def update(self, calls, *, is_expected=True):
         """One step with `(bags, gradient)` each, which the oracle takes, too, if it is expected."""
@@ -315,29 +281,3 @@ def test_nothing_is_updated_while_there_is_an_error(triton_device):
     setup.update([(bags, gradient)], is_expected=False)
     assert torch.equal(setup.values()[0], torch.cat(setup.tables))
     assert setup.memories.record.take() == [BAD_GRADIENT, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "is_ahead"), [(1, True), (7, False), (25, False), (25, True), (50, True)]
-)
-def test_rows_are_claimed_and_moved_as_on_the_cpu(triton_device, num_slots, is_ahead):
-    setup = Setup(triton_device, 4, num_slots=num_slots, formula=Adam(lr=0.1))
-    hows = ["one-hot", "jagged", "with the end", "weighted"] * 2
-    batches = [setup.bags(how, 3, torch.int32) for how in hows]
-    left, most = [], min(50, 2 * max(len(bags.ids) for bags in batches))
-    setup.marks.pins[num_slots // 2 : num_slots // 2 + 2] = num_slots > 7
-    for number, bags in enumerate(batches):
-        if not is_ahead or not number:
-            left.append(setup.claim(bags, number + 1, number + 1, 0))
-        gradient = torch.randn(3, setup.width, generator=setup.generator)
-        result, _ = setup.look_up(bags)
-        assert torch.equal(result, setup.oracle.look_up(setup.lookups, bags, setup.width))
-        if is_ahead and number + 1 < len(batches):
-            left.append(setup.claim(batches[number + 1], number + 2, number + 1, most))
-        setup.update([(bags, gradient)])
-        assert setup.is_as_expected()
-    assert any(left) == (num_slots < 50 if is_ahead else num_slots < 25)
-    move_rows(setup.memories, dirty_rows(setup.marks))
-    setup.marks.slot_of_row.fill_(-1)
-    assert setup.is_as_expected()
-    assert not setup.marks.is_dirty.any()

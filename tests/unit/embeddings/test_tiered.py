@@ -292,17 +292,6 @@ def test_samples_with_a_row_that_is_not_pinned_are_known(has_offsets, device):
     assert missing.tolist() == [False, True, True, False]
 
 
-def test_a_failed_pass_of_several_updates_nothing():
-    tables = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
-    before = tables.weights[0].detach().clone()
-    with suppress(ZeroDivisionError), tables.optimizer.update_once():
-        tables(tables.bags(torch.tensor([1, 2]))).sum().backward()
-        raise ZeroDivisionError
-    tables(tables.bags(torch.tensor([3]))).sum().backward()
-    before[3] -= 1
-    assert torch.equal(tables.weights[0], before)
-
-
 def test_a_pass_that_failed_ends_the_update_that_it_was_a_part_of():
     tables = Tables([20], [0], 4, SGD(lr=1.0), auto_apply=True)
     before = tables.weights[0].detach().clone()

@@ -43,10 +43,10 @@ def test_the_one_whose_steps_take_least_is_chosen(seconds, expected):
 
 
 def test_steps_in_which_the_window_changes_are_not_counted():
-    choice = Choice(Auto(CANDIDATES[:2], steps_per_turn=2, num_rounds=1))
+    choice = Choice(Auto(CANDIDATES[:2], steps_per_turn=1, num_rounds=1))
 
     def seconds_of(schedule, step):
-        first_steps = (step - 1) % 10 < 8
+        first_steps = (step - 1) % 9 < 8
         return 100.0 if first_steps == (schedule == LookAhead(2)) else 1.0
 
     run(choice, seconds_of)

@@ -115,18 +115,6 @@ def test_chance_is_that_of_the_reference(seed, step, table, row):
     assert same(found, round_rows(values.unsqueeze(0), key)[0])
 
 
-def test_chance_takes_one_of_the_two_neighbours():
-    values = drawn(0)
-    values = values[values.isfinite() & (values.abs() < 65504)]
-
-    found = narrowed(values, keys_of(3, 4)).double()
-
-    lower, upper, share = neighbours(values)
-    assert ((found == lower) | (found == upper)).all()
-    assert ((found == lower) & (share < 1)).any()
-    assert ((found == upper) & (share > 0)).any()
-
-
 # Ordinary numbers and small ones.
 VALUES = torch.tensor([1.0013, -0.3333, 3.3e-6, -7e-8, 2.0**-24 / 1000, 2.0**-24 / 3])
 
