@@ -70,6 +70,7 @@ def test_a_turn_is_a_share_of_the_cold_then_of_the_hot_mini_batches():
     kinds = "".join("H" if is_hot[batch[0]] else "c" for batch in batches)
     assert kinds == "cccccHHH" * 3 + "cccccH"
     assert swaps == [8, 16, 24]
+    assert take(loader)[0] != batches  # each epoch has an order of its own
 
 
 def test_the_next_turn_waits_for_the_loss():
