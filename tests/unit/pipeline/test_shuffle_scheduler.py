@@ -17,28 +17,22 @@ def rates_after(losses, **constants):
     return rates
 
 
-def test_a_loss_that_rises_halves_the_rate_at_once():
-    assert rates_after([1.0, 1.1, 1.2]) == [50, 25, 12.5]
-
-
-def test_four_falls_running_double_it():
-    assert rates_after([9, 8, 7, 6, 5, 4, 3, 2, 1]) == [50, 50, 50, 50, 100, 100, 100, 100, 100]
-
-
-def test_a_rise_or_a_standstill_begins_the_falls_anew():
-    assert rates_after([9, 8, 7, 6, 6, 5, 4, 3, 2]) == [50] * 8 + [100]
-    assert rates_after([9, 8, 7, 6, 7, 6, 5, 4, 3])[3:] == [50, 25, 25, 25, 25, 50]
-
-
-def test_the_rate_stays_in_its_bounds():
-    assert rates_after(range(20))[-1] == 1
-    assert rates_after(range(20), min_rate=30, rate=40)[-1] == 30
-    assert rates_after(range(40, 0, -1), max_rate=60)[-1] == 60
-
-
-def test_a_loss_that_is_no_number_and_a_fixed_rate_change_nothing():
-    assert rates_after([1.0, float("nan"), 2.0]) == [50, 50, 50]
-    assert rates_after([1.0, 2.0, 3.0], is_adaptive=False) == [50, 50, 50]
+@pytest.mark.parametrize(
+    ("losses", "constants", "last"),
+    [
+        ([1.0, 1.1, 1.2], {}, [50, 25, 12.5]),  # a rise halves the rate at once
+        (range(9, 0, -1), {}, [50, 50, 50, 50, 100, 100, 100, 100, 100]),  # four falls double it
+        ([9, 8, 7, 6, 6, 5, 4, 3, 2], {}, [50, 100]),  # a standstill begins the falls anew
+        ([9, 8, 7, 6, 7, 6, 5, 4, 3], {}, [50, 25, 25, 25, 25, 50]),  # and so does a rise
+        (range(20), {}, [1]),
+        (range(20), {"min_rate": 30, "rate": 40}, [30]),
+        (range(40, 0, -1), {"max_rate": 60}, [60]),
+        ([1.0, float("nan"), 2.0], {}, [50, 50, 50]),
+        ([1.0, 2.0, 3.0], {"is_adaptive": False}, [50, 50, 50]),
+    ],
+)
+def test_the_rate_follows_the_losses_within_its_bounds(losses, constants, last):
+    assert rates_after(losses, **constants)[-len(last) :] == last
 
 
 @pytest.mark.parametrize(
