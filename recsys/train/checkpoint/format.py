@@ -1,7 +1,6 @@
 """The files of a checkpoint.
 
-    FOLDER/LAST                     name of the newest complete manifest
-           00000012.json            a manifest: the pieces of a checkpoint, in order
+    FOLDER/00000012.json            a manifest: the pieces of a checkpoint, in order
            full-00000010/           a piece: every row of every table
            delta-00000012/          a piece: the rows changed since the checkpoint before it
                block-00000.safetensors    rows of tables
@@ -21,8 +20,8 @@ Manifests and `piece.json` are a line of JSON, and a line with its CRC-32. `piec
 length and the CRC-32 of every other file.
 
 Files get their names in this order, each on the disk before the next: blocks, `piece.json`, the
-manifest, `LAST`. Only then are files deleted that neither this checkpoint nor the one before it
-needs. So a crash at any moment leaves the newest complete checkpoint readable.
+manifest. Only then are files deleted that neither this checkpoint nor the one before it needs. So a
+crash at any moment leaves the newest complete checkpoint readable: the last manifest.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK_BYTES",
-    "OWN_NAME",
-    "PIECE_NAME",
     "ROWS",
     "Array",
     "Manifest",
@@ -77,7 +74,6 @@ __all__ = [
     "read_state",
     "remove_unneeded",
     "require_space",
-    "row_ranges",
     "safetensors_header",
     "whole_tables",
 ]
@@ -85,11 +81,11 @@ __all__ = [
 BLOCK_BYTES = 16 * 2**20
 _STATE_FILE, _PIECE_FILE = "state.pt", "piece.json"
 ROWS = ".rows"
-PIECE_NAME = re.compile(r"(full|delta)-([0-9]{8})(-[0-9]+)?")
-OWN_NAME = re.compile(r"LOCK|(LAST|[0-9]{8}\.json)(\.partial)?")
+_PIECE_NAME = re.compile(r"(full|delta)-([0-9]{8})(-[0-9]+)?")
+_PARTIAL_NAME = re.compile(r"[0-9]{8}\.json\.partial")
 _VERSION = 4
-_MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
 _READ_BYTES = 4 * 2**20
+_MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
 
 
 class Array(NamedTuple):
@@ -189,12 +185,6 @@ class Rows(NamedTuple):
     arrays: dict[str, Tensor]
 
 
-def row_ranges(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Divide rows into ranges of at most `BLOCK_BYTES`; a row is never divided."""
-    count = max(1, BLOCK_BYTES // max(1, row_bytes))
-    return [(begin, min(begin + count, num_rows)) for begin in range(0, num_rows, count)]
-
-
 def is_finished(folder: Path, piece: str) -> bool:
     """Whether all files of a piece were written."""
     return (folder / piece / _PIECE_FILE).is_file()
@@ -219,33 +209,16 @@ def manifest_numbers(folder: Path) -> list[int]:
 
 def last_number(folder: Path) -> int:
     """The highest number in a folder, also of pieces that no manifest names; 0 if it is empty."""
-    names = [path.name for path in folder.glob("*-*") if PIECE_NAME.fullmatch(path.name)]
+    names = [path.name for path in folder.glob("*-*") if _PIECE_NAME.fullmatch(path.name)]
     return max([0, *map(piece_number, names), *manifest_numbers(folder)])
 
 
 def newest(folder: Path) -> int | None:
     """Number of the newest complete checkpoint in a folder; None if there is none.
 
-    Raises:
-        CheckpointError: the file `LAST` is damaged.
+    A manifest is written after its pieces, so the checkpoint of each that exists is complete.
     """
-    file = folder / "LAST"
-    if not file.is_file():
-        # A manifest is written after its pieces, so the checkpoint of each that exists is complete.
-        return max(manifest_numbers(folder), default=None)
-    name = file.read_bytes()[:100].decode("ascii", "replace").strip()
-    if not _MANIFEST_NAME.fullmatch(name):
-        raise CheckpointError(
-            f"{file}: must be the name of a manifest such as 00000012.json, got {name!r}; delete "
-            "it (the manifest with the highest number is the newest one then)"
-        )
-    return int(name.removesuffix(".json"))
-
-
-def _set_newest(folder: Path, number: int) -> None:
-    """Name the newest complete checkpoint; its files must be on the disk."""
-    with appearing_whole(folder / "LAST") as partial:
-        partial.write_text(f"{number:08}.json\n")
+    return max(manifest_numbers(folder), default=None)
 
 
 def _write_checked(file: Path, content: Manifest | Piece) -> None:
@@ -292,7 +265,7 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
     """
     number = newest(folder) if number is None else number
     if number is None:
-        raise CheckpointError(f"{folder}: has no complete checkpoint (no file LAST)")
+        raise CheckpointError(f"{folder}: has no complete checkpoint")
     content = _read_checked(folder / f"{number:08}.json")
     since = [(earlier, name) for earlier, name in content["since"]]
     return Manifest(number, content["id"], content["before"], since, content["pieces"])
@@ -503,7 +476,7 @@ class PieceWriter:
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest whose pieces are on the disk, and name it as the newest.
+    """Write a manifest whose pieces are on the disk: now it is the newest one.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -511,13 +484,9 @@ def commit(folder: Path, manifest: Manifest) -> None:
     file = folder / f"{manifest.number:08}.json"
     try:
         _write_checked(file, manifest)
-        _set_newest(folder, manifest.number)
-    except Exception:
-        with suppress(OSError, CheckpointError):
-            if newest(folder) == manifest.number:  # only flushing the name of `LAST` has failed
-                return
-            file.unlink(missing_ok=True)
-        raise
+    except OSError:
+        if not file.is_file():  # else only flushing its name has failed
+            raise
 
 
 def remove_unneeded(folder: Path, *, unfinished: bool = False) -> None:
@@ -542,10 +511,10 @@ def remove_unneeded(folder: Path, *, unfinished: bool = False) -> None:
             if number not in numbers:
                 (folder / f"{number:08}.json").unlink(missing_ok=True)
         for path in folder.iterdir():
-            if PIECE_NAME.fullmatch(path.name):
+            if _PIECE_NAME.fullmatch(path.name):
                 if path.name not in needed and (unfinished or piece_number(path.name) <= last):
                     shutil.rmtree(path, ignore_errors=True)
-            elif OWN_NAME.fullmatch(path.name) and path.name.endswith(".partial"):
+            elif _PARTIAL_NAME.fullmatch(path.name):
                 path.unlink(missing_ok=True)
 
 

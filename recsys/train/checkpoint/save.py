@@ -45,12 +45,11 @@ from recsys.train.checkpoint.format import (
     read_piece,
     remove_unneeded,
     require_space,
-    row_ranges,
 )
 from recsys.train.checkpoint.restore import EVERYTHING, Contents, Share, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -489,15 +488,15 @@ def _blocks(
 def _rows(
     num_rows: int, row_bytes: int, bits: NDArray[np.uint64] | None
 ) -> Iterator[range | NDArray[np.int64]]:
-    """Divide the rows of a table into parts of at most `BLOCK_BYTES`."""
-    if bits is None:
-        for first, last in row_ranges(num_rows, row_bytes):
-            yield range(first, last)
-    elif num_rows:  # else a row stands for none
-        for word in range(0, len(bits), _LISTED_WORDS):
-            rows = rows_of(bits[word : word + _LISTED_WORDS]) + 64 * word
-            for first, last in row_ranges(len(rows), row_bytes):
-                yield rows[first:last]
+    """Divide the rows of a table into parts of at most `BLOCK_BYTES`; a row is never divided."""
+    count = max(1, BLOCK_BYTES // row_bytes)
+    found: Iterable[range | NDArray[np.int64]] = [range(num_rows)]
+    if bits is not None:
+        words = range(0, len(bits) if num_rows else 0, _LISTED_WORDS)  # a bit stands for no row
+        found = (rows_of(bits[word : word + _LISTED_WORDS]) + 64 * word for word in words)
+    for rows in found:
+        for first in range(0, len(rows), count):
+            yield rows[first : first + count]
 
 
 def _read(block: Sequence[_Part]) -> dict[str, Tensor]:

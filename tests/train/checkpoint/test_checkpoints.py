@@ -174,7 +174,7 @@ def test_only_files_of_checkpoints_are_deleted(tmp_path):
     training, others = Training(), ["delta-1", "film.partial", "full-images", "notes.json"]
     for name in others:
         (tmp_path / name).mkdir()
-    (tmp_path / "LAST.partial").touch()
+    (tmp_path / "00000007.json.partial").touch()
     (tmp_path / "full-00000001").mkdir()
     training.saved(tmp_path).close()
 

@@ -164,10 +164,7 @@ def set_block_bytes(monkeypatch, num_bytes):
 
 def newest(folder):
     """The number of the newest complete checkpoint; None if there is none."""
-    numbers = numbers_of(folder)
-    if not (folder / "LAST").is_file():
-        return max(numbers, default=None)
-    return int((folder / "LAST").read_text().removesuffix(".json\n"))
+    return max(numbers_of(folder), default=None)
 
 
 def numbers_of(folder):
@@ -193,5 +190,4 @@ def require_only_needed_files(folder):
     expected = set()
     for number in listed(folder):
         expected |= {f"{number:08}.json", *manifest_of(folder, number)["pieces"]}
-    # Without `LAST`, whose first write may have failed, the last manifest is the newest.
-    assert {path.name for path in folder.iterdir()} - {"LAST"} == expected
+    assert {path.name for path in folder.iterdir()} == expected
