@@ -139,7 +139,7 @@ class EarlyStopping(Callback):
             raise ConfigError(f"EarlyStopping: patience must be at least 1, got {patience}")
         keys: dict[str, Any] = {"metric": metric, "min_delta": min_delta, "keep": keep}
         self._keys = EarlyStoppingConfig(patience=patience, **keys)
-        self.keeps_best = keep == "best"
+        self.keeps_best, self.is_of_ranking = keep == "best", metric in RANKING_METRICS
         self._state = dict(_NO_EVALUATION)
 
     def on_validation_end(self, evaluation: Mapping[str, Any]) -> bool:
@@ -499,10 +499,14 @@ class RunCallbacks:
                     self.stop_request |= callback.state_dict()
 
     @property
+    def stopping(self) -> list[EarlyStopping]:
+        """Those that end training."""
+        return [each for each in self._callbacks.values() if isinstance(each, EarlyStopping)]
+
+    @property
     def keeps_best(self) -> EarlyStopping | None:
         """The callback whose best evaluation the run keeps; None if it keeps its last weights."""
-        stopping = (each for each in self._callbacks.values() if isinstance(each, EarlyStopping))
-        return next((each for each in stopping if each.keeps_best), None)
+        return next((each for each in self.stopping if each.keeps_best), None)
 
     def stop(self, step: int) -> None:
         """Training ends after this step, because a callback of some process has asked for it."""

@@ -34,7 +34,7 @@ from recsys._support.machine import (
     set_num_threads,
     tune_allocator,
 )
-from recsys.config import RANKING_METRICS, TrainConfig, describe_config, flat, replace
+from recsys.config import TrainConfig, describe_config, flat, replace
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
@@ -202,6 +202,8 @@ class Trainer:
         self.callbacks = (
             RunCallbacks(epochs=config.epochs) if rank() else callbacks_of(config, callbacks)
         )
+        of_ranking = any(each.is_of_ranking for each in self.callbacks.stopping)
+        [self._is_ranked_in_training] = any_of(of_ranking)
         self.source = source = open_source(config)
         after = None if earlier is None else earlier.saved
         # A checkpoint has the rows, so a run that continues does not read `init_from`.
@@ -328,6 +330,9 @@ class Trainer:
             finally:
                 record |= self._measured()
                 write_json(self.folder.record_file, record)
+        # Not before the record: a run that is killed in between needs it again.
+        if is_finished and self.config.save_model:  # else it is the one copy of these weights
+            self.folder.drop_best()
         return record
 
     def fit(self, interrupted: threading.Event) -> None:
@@ -413,7 +418,7 @@ class Trainer:
         if isinstance(loader, HotColdLoader) and wants_loss:
             loader.observe(self._evaluate("validation", keys.max_samples, is_ranked=False).logloss)
         if is_due:
-            is_ranked = self.config.early_stopping.metric in RANKING_METRICS
+            is_ranked = self._is_ranked_in_training
             found = self._evaluate(keys.split, keys.max_samples, is_ranked=is_ranked).as_dict()
             self.metrics[keys.split] = found
             progress.add_evaluation(keys.split, found)
@@ -562,8 +567,6 @@ class Trainer:
                 self.metrics[split] = found.as_dict()
             self.pipeline.clock.mark("evaluate")
         if is_whole:
-            if self.config.save_model:  # else it is the one copy of these weights
-                folder.drop_best()
             folder.append_history({**progress.position(), **self.metrics})
         if self.checkpoints is not None and self.has_saved:
             self.checkpoints.wait()

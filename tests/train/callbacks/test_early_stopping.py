@@ -182,6 +182,9 @@ def test_metrics_that_evaluations_of_the_data_have_may_stop_it(
 
     if is_known:
         assert run(config, tmp_path / "run")["stopped_early"]["step"] == 6
+        given = [EarlyStopping(1, min_delta=0.99, metric=metric)]
+        config = load_config(None, [*SMALL_MODEL, "eval.every_steps=3"], data=str(store.path))
+        assert run(config, tmp_path / "given", callbacks=given)["stopped_early"]["step"] == 6
         return
     with pytest.raises(ConfigError, match=f"early_stopping.metric '{metric}'"):
         run(config, tmp_path / "run")
@@ -218,6 +221,26 @@ def test_the_model_is_that_of_the_best_evaluation(
     assert best < record["throughput"]["num_steps"]
     require_model_of_step(best, small_config(*OVERFITS, *tiers), folder, stop_at)
     assert record["metrics"] == resumed_runs.evaluated(folder)
+    assert not list(folder.glob("best-*"))
+
+
+def test_a_run_that_is_killed_before_its_record_has_its_best_weights_again(
+    small_config, tmp_path, monkeypatch
+):
+    config, folder = small_config(*OVERFITS, "early_stopping.patience=2"), tmp_path / "run"
+    whole = run(config, tmp_path / "whole")
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recsys.train.trainer.write_json", killed)
+        with pytest.raises(Killed):
+            run(config, folder)
+    record = run(config, folder, resume=True)
+
+    assert record["model_step"] == whole["model_step"]
+    require_equal(load_model(folder), load_model(tmp_path / "whole"))
     assert not list(folder.glob("best-*"))
 
 
