@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from recsys.batch import Batch, SampleSource
 
 __all__ = [
-    "SavedModel",
     "evaluate_run",
     "evaluate_split",
     "nonzero_counts",
@@ -48,20 +47,6 @@ __all__ = [
     "unknown_values",
     "with_ranking",
 ]
-
-
-class SavedModel(NamedTuple):
-    """The model of a run, with its data.
-
-    Attributes:
-        config: The configuration of the run, for evaluation on this machine.
-        source: The data.
-        model: Maps a batch to (loss, (loss, logits, labels)); in evaluation mode.
-    """
-
-    config: TrainConfig
-    source: SampleSource
-    model: nn.Module
 
 
 def evaluate_split(
@@ -170,7 +155,9 @@ def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDAr
     return logits.float().cpu().numpy(), labels.cpu().numpy()
 
 
-def open_saved_model(run_dir: str | Path, data: str | None = None, **changes: str) -> SavedModel:
+def open_saved_model(
+    run_dir: str | Path, data: str | None = None, **changes: str
+) -> tuple[TrainConfig, SampleSource, nn.Module]:
     """Open the model of a run and its data.
 
     On the CPU, tables are mapped from the saved model, which may be larger than memory. The model
@@ -181,9 +168,13 @@ def open_saved_model(run_dir: str | Path, data: str | None = None, **changes: st
         data: A store or synthetic data; default: the data of the run.
         changes: Other values for keys of the run's configuration.
 
+    Returns:
+        The configuration of the run, for evaluation on this machine. The data. The model, which
+        maps a batch to (loss, (loss, logits, labels)), in evaluation mode.
+
     Raises:
-        ConfigError: there is no saved model, it does not fit the data, the data encodes values in
-            another way than that of the run, or it is empty.
+        ConfigError: there is no saved model, it does not fit the data, or the data encodes values
+            in another way than that of the run.
         StoreError: the data does not exist, or is damaged.
     """
     folder = RunFolder.open(run_dir)
@@ -208,15 +199,13 @@ def open_saved_model(run_dir: str | Path, data: str | None = None, **changes: st
         warnings.warn(f"device 'cuda' of the run {fault}; evaluating on 'cpu'", stacklevel=3)
         config = replace(config, device="cpu")
     source = open_source(config, to_train=False)
-    if not source.num_samples:
-        raise ConfigError(f"{config.data} has no sample; name other data")
     if folder.record_file.is_file():
         require_features_of(folder.read_record(), source)
     set_num_threads(config.num_threads)
     table_device = "meta" if config.device == "cpu" else None
     model, _ = build_model(config, source, table_device=table_device)
     folder.load_model(model.model)
-    return SavedModel(config, source, model.eval())
+    return config, source, model.eval()
 
 
 def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:

@@ -171,16 +171,11 @@ class MetricsAccumulator:
         self._is_positive.append(is_positive)
 
     def result(self, groups: NDArray[Any] | None = None) -> Metrics:
-        """Metrics of all samples so far.
+        """Metrics of all samples so far, at least one.
 
         Args:
             groups: The group of each sample, integers (N,); None for data without groups.
-
-        Raises:
-            ValueError: there are no samples.
         """
-        if not self.num_samples:
-            raise ValueError("metrics: at least one sample is needed, got none")
         logits, is_positive = np.concatenate(self._logits), np.concatenate(self._is_positive)
         positives, negatives = sorted_by_label(logits, is_positive)
         logloss = self._loss / self.num_samples
@@ -219,18 +214,16 @@ def _standard_error(positives: NDArray[np.float32], negatives: NDArray[np.float3
 def evaluate_groups(
     scores: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any]
 ) -> GroupMetrics:
-    """GAUC of some samples.
+    """GAUC of some samples, at least one.
 
     Shape:
         scores (N,), no NaN, higher for more likely; labels (N,) 0 or 1; groups (N,) integers.
     """
-    if not len(scores):
-        return GroupMetrics(gauc=None, num_groups=0, num_groups_left_out=0)
     order = np.lexsort((scores, groups))
     scores, labels, groups = scores[order], labels[order], groups[order]
     # A tie is a run of samples with equal group and equal score.
-    starts_group = _differ(groups)
-    starts_tie = starts_group | _differ(scores)
+    starts_group = np.append(True, groups[1:] != groups[:-1])
+    starts_tie = starts_group | np.append(True, scores[1:] != scores[:-1])
     tie_starts = np.flatnonzero(starts_tie)
     positives = np.add.reduceat(labels.astype(np.int64), tie_starts)
     negatives = np.diff(tie_starts, append=len(scores)) - positives
@@ -251,13 +244,6 @@ def evaluate_groups(
     return GroupMetrics(
         gauc=gauc, num_groups=num_groups, num_groups_left_out=len(has_auc) - num_groups
     )
-
-
-def _differ(ordered: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether each value differs from the one before it; True for the first."""
-    differ = np.ones(len(ordered), np.bool_)
-    differ[1:] = ordered[1:] != ordered[:-1]
-    return differ
 
 
 class Rankings:

@@ -115,8 +115,6 @@ def test_labels_that_agree_leave_open_what_has_no_meaning():
     assert (found.auc, found.normalized_entropy, found.calibration) == (None, None, None)
     assert found.logloss == pytest.approx(np.log(2))
     assert auc(none, none) is None
-    of_none = evaluate_groups(none, none, np.empty(0, np.int32))
-    assert asdict(of_none) == {"gauc": None, "num_groups": 0, "num_groups_left_out": 0}
 
 
 def test_batches_in_any_order_and_of_any_dtype_have_the_auc_of_all_samples():
