@@ -39,7 +39,7 @@ def test_a_signal_ends_the_cell_after_its_step_and_it_is_continued(
     was_half_way = json.loads((long / "run.json").read_text())["status"] == "interrupted"
     if was_half_way:  # always, unless the machine stood still until the cell was done
         assert command.process.exitcode == 130
-        assert (long / "checkpoints" / "LAST").exists()
+        assert any((long / "checkpoints").glob("0*.json"))
         cells = json.loads((folder / "ablate.json").read_text())["cells"]
         assert [cell["name"] for cell in cells] == [short.name]
         assert (folder / "report.html").is_file()
