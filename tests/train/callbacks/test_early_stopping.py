@@ -1,6 +1,7 @@
 """Runs that end once their evaluations no longer improve, with the weights of the best one."""
 
 import signal
+from unittest import mock
 
 import pytest
 
@@ -206,41 +207,33 @@ def require_model_of_step(step, config, folder, stop_at):
 
 @pytest.mark.filterwarnings("ignore:tables .* cold memory")
 @pytest.mark.parametrize(
-    ("tiers", "is_killed"), [((), False), ((), True), (("budget=12KiB", "cold_tier=file"), True)]
+    ("tiers", "killed"),
+    [
+        ((), None),
+        ((), "after its best step"),  # of which its checkpoint does not know
+        ((), "before its record"),
+        (("budget=12KiB", "cold_tier=file"), "after its best step"),
+    ],
 )
 def test_the_model_is_that_of_the_best_evaluation(
-    small_config, tmp_path, stop_at, tiers, is_killed
+    small_config, tmp_path, monkeypatch, stop_at, tiers, killed
 ):
     config, folder = small_config(*OVERFITS, *tiers, "early_stopping.patience=2"), tmp_path / "run"
     best = run(config, tmp_path / "whole")["stopped_early"]["best_step"]
-    # After the best evaluation, of which the newest checkpoint does not know.
-    stops = [(best + 1, None)] if is_killed else []
-    record = resumed_runs.run_and_resume(config, folder, stops, stop_at)
+    with monkeypatch.context() as patch:
+        if killed == "before its record":
+            patch.setattr("recsys.train.trainer.write_json", mock.Mock(side_effect=Killed))
+        elif killed:
+            stop_at((best + 1, None))
+        if killed:
+            with pytest.raises(Killed):
+                run(config, folder)
+    record = run(config, folder, resume=killed is not None)
 
     assert record["model_step"] == record["stopped_early"]["best_step"] == best
     assert best < record["throughput"]["num_steps"]
     require_model_of_step(best, small_config(*OVERFITS, *tiers), folder, stop_at)
     assert record["metrics"] == resumed_runs.evaluated(folder)
-    assert not list(folder.glob("best-*"))
-
-
-def test_a_run_that_is_killed_before_its_record_has_its_best_weights_again(
-    small_config, tmp_path, monkeypatch
-):
-    config, folder = small_config(*OVERFITS, "early_stopping.patience=2"), tmp_path / "run"
-    whole = run(config, tmp_path / "whole")
-
-    def killed(*_):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("recsys.train.trainer.write_json", killed)
-        with pytest.raises(Killed):
-            run(config, folder)
-    record = run(config, folder, resume=True)
-
-    assert record["model_step"] == whole["model_step"]
-    require_equal(load_model(folder), load_model(tmp_path / "whole"))
     assert not list(folder.glob("best-*"))
 
 
