@@ -183,12 +183,14 @@ def test_metrics_that_evaluations_of_the_data_have_may_stop_it(
 
     if is_known:
         assert run(config, tmp_path / "run")["stopped_early"]["step"] == 6
-        given = [EarlyStopping(1, min_delta=0.99, metric=metric)]
         config = load_config(None, [*SMALL_MODEL, "eval.every_steps=3"], data=str(store.path))
-        assert run(config, tmp_path / "given", callbacks=given)["stopped_early"]["step"] == 6
-        return
-    with pytest.raises(ConfigError, match=f"early_stopping.metric '{metric}'"):
-        run(config, tmp_path / "run")
+        record = run(
+            config, tmp_path / "given", callbacks=[EarlyStopping(1, min_delta=0.99, metric=metric)]
+        )
+        assert record["stopped_early"]["step"] == 6
+    else:
+        with pytest.raises(ConfigError, match=f"early_stopping.metric '{metric}'"):
+            run(config, tmp_path / "run")
 
 
 def test_a_metric_that_is_null_ends_the_run_by_name(small_config, tmp_path):
