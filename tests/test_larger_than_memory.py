@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from recsys.config import load_config
 from recsys.datasets.store_writer import StoreWriter
 from recsys.train.evaluate import evaluate_run, open_saved_model
 from recsys.train.export import export_run
 from recsys.train.predict import predict_run
-from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.forks import Fork
 
@@ -34,10 +32,6 @@ def carried_out(command, run, out):
         return {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
     if command.startswith("predict "):
         return predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
-    if command == "save":
-        folder = RunFolder.create(out, load_config(Path(run) / "config.toml"))
-        state = load_file(Path(run) / "model.safetensors")
-        return folder.save_model(torch.nn.Module(), state=state)
     return export_run(run, command, out) and None
 
 
@@ -121,15 +115,11 @@ def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
     np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
-@pytest.mark.slow(but=("save",))
-@pytest.mark.parametrize("command", ["save", "safetensors"])
-def test_a_model_is_written_without_its_tables_in_memory(large_run, tmp_path, command):
+def test_a_model_is_exported_without_its_tables_in_memory(large_run, tmp_path):
     folder, _ = large_run
-    out = tmp_path / "out"
 
-    _, num_bytes = carry_out(command, folder, out)
+    _, num_bytes = carry_out("safetensors", folder, tmp_path / "out")
 
-    file = out / "model.safetensors" if command == "save" else out
-    assert file.stat().st_size > TABLE_BYTES
+    assert (tmp_path / "out").stat().st_size > TABLE_BYTES
     assert num_bytes < TABLE_BYTES / 2
-    file.unlink()
+    (tmp_path / "out").unlink()
