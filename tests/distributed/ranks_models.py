@@ -65,15 +65,11 @@ class Batch(Pipelineable):
         pass
 
 
-class TrainModel(nn.Module):
+class TrainModel(Model):
     """As TorchRec's pipelines call it: a batch in, (loss, logits) out."""
 
-    def __init__(self, collection):
-        super().__init__()
-        self.ebc, self.over = collection, OverArch()
-
     def forward(self, batch):
-        logits = self.over(batch.dense, self.ebc(batch.features))
+        logits = super().forward(batch.dense, batch.features)
         return loss_of(logits, batch.labels), logits.detach()
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks_models import CPU, OPTIMIZERS, Batch, found_in, of_rank, train
+from ranks_models import CPU, OPTIMIZERS, Batch, found_in, of_rank, plan_of, train
 from ranks_shared import (
     FEATURES,
     LR,
@@ -14,7 +14,6 @@ from ranks_shared import (
     SEQUENCE_DIM,
     SequenceArch,
     first_sequence_rows,
-    is_row_wise,
     loss_of,
     pool_in_order,
 )
@@ -22,11 +21,6 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from recsys.distributed import HotColdEmbeddingCollectionSharder, HotColdTrainPipelineSparseDist
@@ -74,11 +68,7 @@ def shard(world, kind, optimizer, tiers=None, *, model=Model, sharder=None):
     of_tables, settings = OPTIMIZERS[optimizer]
     apply_optimizer_in_backward(of_tables, collection.parameters(), dict(settings))
     sharder = (sharder or HotColdEmbeddingCollectionSharder)(tiers)
-    shardings = {
-        name: row_wise() if is_row_wise(kind, number) else table_wise(rank=number % world)
-        for number, name in enumerate(ROWS)
-    }
-    plan = construct_module_sharding_plan(collection, shardings, sharder, world, world, "cpu")
+    plan = plan_of(collection, sharder, kind, world)
     return DistributedModelParallel(
         model(collection),
         env=ShardingEnv.from_process_group(dist.group.WORLD),

@@ -84,39 +84,6 @@ def test_an_exception_of_one_iterator_is_raised_by_that_one_in_its_turn(pair, ba
     assert small.run(pipeline, broken) == []
 
 
-class Counted:
-    """An iterator that is told how many mini-batches wait."""
-
-    def __init__(self, batches):
-        self._batches, self.num_waiting = iter(batches), 0
-        self.num_given = self.num_closed = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        batch = next(self._batches)
-        self.num_given += 1
-        return batch
-
-    def close(self):
-        self.num_closed += 1
-
-
-@pytest.mark.parametrize("depth", [0, 1, 4])
-def test_an_iterator_is_told_how_many_mini_batches_wait(pair, batches, depth):
-    *_, pipeline = pair(LookAhead(depth) if depth else Sequential())
-    iterator = Counted(batches)
-
-    used = []
-    for _ in pipeline.steps(iterator):
-        used.append(iterator.num_given - iterator.num_waiting)
-        assert iterator.num_waiting == min(depth, len(batches) - len(used))
-
-    assert used == list(range(1, 13))
-    assert iterator.num_closed == 0
-
-
 def one_tensor(batches):
     """A loader that fills the same tensor again for each mini-batch."""
     labels = batches[0].labels.clone()
