@@ -48,9 +48,10 @@ def _warn_if_unfinished(run: str) -> None:
     """Warn if the run whose model is used has not finished.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run, or it saved no model.
     """
     folder = RunFolder.open(run)
+    folder.require_model()
     status = folder.read_record()["status"] if folder.record_file.is_file() else "not at its end"
     if status != "finished":
         warnings.warn(
@@ -218,8 +219,7 @@ def _ablate(options: argparse.Namespace) -> int:
     from recsys.ablate import ablate, load_ablation
     from recsys.report import format_ablation
 
-    config = load_ablation(options.config, options.set)
-    record = ablate(config, options.run)
+    record = ablate(load_ablation(options.config, options.set), options.run)
     print(format_ablation(record))
     print(f"saved in {options.run}/: report.html, table.md, table.csv, ablate.json, cells/")
     return 0 if record["status"] == "finished" else _INTERRUPTED
