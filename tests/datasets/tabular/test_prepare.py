@@ -24,6 +24,7 @@ PURCHASES = {
     "split": {"by": "last_one_out"},
     "negatives": {"item": "item", "item_columns": ["genre"], "per_positive": 3, "seed": 5},
 }
+FOLDS = {"train": ["x"], "test": ["y"], "validation": ["z"]}
 
 
 def clicks(num_rows, seed=0):
@@ -69,7 +70,8 @@ def pairs_of(store, samples):
 
 def test_answers_of_test_and_validation_may_be_negatives(tmp_path):
     tree = {**PURCHASES, "history": {}}
-    write_store(purchases(), Schema.from_dict(tree), tmp_path / "store")
+    frame = purchases()
+    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
     store = Store(tmp_path / "store")
     assert store.meta["ranking"]["repeats"] is False
     num_train = len(store.splits["train"])
@@ -79,6 +81,31 @@ def test_answers_of_test_and_validation_may_be_negatives(tmp_path):
     positives = pairs_of(store, train[store.labels[:num_train] == 1])
     assert not negatives & positives
     assert negatives & (answers - positives)
+    values = vocabularies_of(store)
+    for split, place in (("test", -1), ("validation", -2)):
+        found = pairs_of(store, np.array(store.splits[split]))
+        ordered = frame.sort_values("ts").groupby("user")["item"]
+        assert {(values["user"][user], values["item"][item]) for user, item in found} == {
+            (user, items.iloc[place]) for user, items in ordered
+        }
+
+
+def test_histories_of_training_rows_list_training_rows_alone(tmp_path):
+    tree = {
+        **{"label": "click", "group": "user", "timestamp": "ts"},
+        "categorical": {"item": {"values": "integer"}},
+        "history": {"recent": {"of": "item", "max_length": 9}},
+        "split": {"by": "column", "column": "fold", **FOLDS},
+    }
+    frame = pd.DataFrame({"item": [1, 2] * 3, "ts": range(6), "fold": list("xxyzxx")})
+
+    write_store(frame.assign(user=1, click=1), Schema.from_dict(tree), tmp_path / "store")
+
+    store = Store(tmp_path / "store")
+    values = vocabularies_of(store)["item"]
+    found = [[values[row] for row in bag] for bag in bags_of(store)["recent"]]
+    assert found[:4] == [[], [1], [1, 2], [1, 2, 1]]
+    assert found[4:] == [[1, 2, 1], [1, 2]]  # validation, and test
 
 
 @pytest.mark.parametrize(
