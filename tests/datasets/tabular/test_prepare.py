@@ -5,9 +5,11 @@ import errno
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from recsys.datasets import Schema, Store, prepare_table, write_store
 from recsys.errors import DatasetFormatError
+from tests.commands import refused
 from tests.datasets.tabular.decoded import ALL_TRAIN, bags_of, vocabularies_of
 
 CLICKS = {
@@ -350,7 +352,14 @@ def test_a_schema_may_name_several_labels(tmp_path):
 
     store = Store(tmp_path / "store")
     assert store.meta["labels"] == ["click", "buy"]
-    assert store.read(np.arange(4)).labels.tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]]
+    batch, before = store.read(np.arange(4)), store.fingerprint
+    assert batch.labels.tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]]
+    assert batch.select(torch.tensor([2])).labels.tolist() == [[0, 0]]
+    assert batch.sparse_features.is_known_one_hot()
+    assert store.label_names == ("click", "buy") == tuple(store.describe()["labels"])
+    store.meta["labels"] = ["click", "like"]
+    assert store.fingerprint != before
+    assert "'click'" in refused("train", store.path, "--run", tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "frame", "category"])

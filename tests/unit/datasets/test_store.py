@@ -5,13 +5,11 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
 from recsys.batch import JaggedIds
 from recsys.datasets import Store
 from recsys.datasets.store_writer import Feature, StoreWriter, classic_splits
 from recsys.errors import AlreadyExists, StoreError
-from tests.commands import refused
 
 FEATURES = (
     Feature("user", "user"),
@@ -170,60 +168,6 @@ def test_a_store_may_have_bags_alone_and_no_dense_features(tmp_path):
     assert batch.sparse_features.offsets().tolist() == [0, 2, 2]
     assert batch.dense_features.shape == (2, 0)
     assert batch.weights is None
-
-
-def test_features_of_one_row_that_share_a_table_make_one_hot_batches(tmp_path):
-    features = [Feature("from", "city"), Feature("to", "city")]
-    with StoreWriter(tmp_path / "store", features=features) as writer:
-        writer.append(np.zeros(1, np.int8), np.zeros((1, 1), np.int32), np.array([[2, 1]]))
-        writer.finish(
-            dense_names=["int_0"],
-            table_sizes={"city": 3},
-            splits=classic_splits(1),
-            about={"convention": "table", "sources": []},
-        )
-    store = Store(tmp_path / "store")
-
-    ids = store.read(np.arange(1)).sparse_features
-
-    assert ids.is_known_one_hot()
-    assert (ids.keys(), ids.values().tolist()) == (["from", "to"], [2, 1])
-    assert store.bag_values is None
-
-
-def write_labels(path, labels, names):
-    with StoreWriter(path, label_names=names) as writer:
-        num_samples = len(labels)
-        writer.append(
-            np.array(labels, np.int8),
-            np.zeros((num_samples, 1), np.int32),
-            np.zeros((num_samples, 1), np.int32),
-        )
-        return Store(
-            writer.finish(
-                dense_names=["int_0"],
-                table_sizes={"item": 1},
-                splits=classic_splits(num_samples),
-                about={"convention": "table", "sources": []},
-            )
-        )
-
-
-@pytest.mark.parametrize("names", [["click"], ["click", "buy"]])
-def test_named_labels_make_a_column_each(tmp_path, names):
-    labels = [[number % 2, number % 3 == 1][: len(names)] for number in range(14)]
-    store = write_labels(tmp_path / "store", labels, names)
-
-    batch = store.read(np.array([4, 0, 13]))
-
-    assert batch.labels.dtype == torch.float32
-    assert batch.labels.tolist() == [labels[4], labels[0], labels[13]]
-    assert batch.select(torch.tensor([2])).labels.tolist() == [labels[13]]
-    assert store.label_names == tuple(names) == tuple(store.describe()["labels"])
-    before = store.fingerprint
-    store.meta["labels"] = ["like"]
-    assert store.fingerprint != before
-    assert "'click'" in refused("train", store.path, "--run", tmp_path / "run")
 
 
 def test_integers_are_read_as_their_logarithms(tmp_path):
