@@ -140,7 +140,6 @@ def test_arrays_beside_the_batch_are_as_they_were_written(store, expected):
     }
     assert store.table_sizes == TABLES
     assert store.describe()["features"] == KEYS
-    assert KEYS[3] == {"name": "history", "table": "item", "kind": "sequence"}
 
 
 def test_a_store_may_have_bags_alone_and_no_dense_features(tmp_path):
