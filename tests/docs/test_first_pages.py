@@ -31,16 +31,6 @@ def assert_printed(block, printed):
         position = found[0] + len(expected)
 
 
-def test_lines_between_those_of_a_block_must_be_marked():
-    printed = "one\ntwo\nthree\nfour\n"
-
-    assert_printed("one\ntwo\n...\nfour\n", printed)
-    assert_printed("two\n...", printed)
-    for wrong in ("one\nthree\n", "two\none\n", "two\n...\none\n", "two\n...\ntwo\n"):
-        with pytest.raises(AssertionError, match="not printed together"):
-            assert_printed(wrong, printed)
-
-
 @pytest.fixture
 def walk(page, kaggle_137k_store, tmp_path, monkeypatch):
     """A folder in which the commands of docs/fast-memory.md run on the real sample."""

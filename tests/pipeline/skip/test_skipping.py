@@ -114,6 +114,15 @@ def test_mini_batches_without_refill_count_as_their_raw_ones(name):
     assert half.losses != run.losses
 
 
+def test_weights_make_up_for_what_is_left_out_of_a_mini_batch():
+    run, means = Run(Sequential(), POLICIES["random_drop weighted"]), []
+    run.model.register_forward_pre_hook(lambda _, args: means.append(args[0].weights.mean()))
+    run.train()
+
+    assert min(means) < 1 < max(means)  # a mini-batch counts by what was kept of it
+    assert sum(means) / len(means) == pytest.approx(1, abs=0.04)
+
+
 def test_a_raw_mini_batch_of_which_nothing_is_kept_makes_no_step():
     """With two samples each, both are left out at times."""
     policy = RandomDrop(0.6, weighted=True, refill=False)
