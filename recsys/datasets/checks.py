@@ -75,11 +75,13 @@ def _of_training(store: Store, labels_NK: NDArray[np.int8], names: Sequence[str]
     """Columns that have one value, and columns that tell a label."""
     samples = _some(store.splits["train"])
     labels_NK = labels_NK[samples]
+    drawn = store.meta.get("schema", {}).get("negatives", {})
     constant = [
-        name for name, labels in zip(names, labels_NK.T, strict=True) if (labels == labels[0]).all()
+        name
+        for name, labels in zip(names, labels_NK.T, strict=True)
+        if (labels == labels[0]).all() and drawn.get("per_positive") != 0
     ]
     telling: dict[str, list[str]] = {name: [] for name in names}
-    drawn = store.meta.get("schema", {}).get("negatives", {})
     for column, values in _columns(store, samples):
         if (values == values[0]).all():
             constant.append(column)

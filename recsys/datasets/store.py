@@ -31,7 +31,8 @@ A bag begins where the one before it ends.
 
 `features` in meta.json lists the features in the order of a batch. Without it, every table has one
 feature with its name. Stores made from tables have a hash, `encoding`: where it is equal, features
-were made in the same way. `vocabulary/` holds what each row stands for; a store opens without it.
+were made in the same way. `vocabulary/` holds what each row stands for, and `groups.arrow` the
+value of each group; a store opens without them.
 
 The arrays are flat, little-endian and memory-mapped. A writer fills a folder beside the final name
 and renames it after everything is written and flushed, so a store that can be opened is complete.
@@ -58,8 +59,9 @@ from recsys.errors import StoreError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Store"]
+__all__ = ["GROUPS", "Store"]
 
+GROUPS = "groups.arrow"
 _CHECKED_AT_ONCE = 1 << 20
 _DESCRIBED = (
     "convention",
@@ -180,6 +182,21 @@ class Store:
             for feature in self.features
             if feature.kind == "sequence" and feature.table in ones
         }
+
+    def item_counts(self) -> NDArray[np.int64]:
+        """How often each row of the item of `meta["ranking"]` is in a positive training sample.
+
+        Shape:
+            result (E,).
+        """
+        item, samples = self.meta["ranking"]["item"], self.splits["train"]
+        column = self._columns_F[list(self.feature_tables).index(item)]
+        counts = np.zeros(self.table_sizes[self.feature_tables[item]], np.int64)
+        for begin in range(samples.start, samples.stop, _CHECKED_AT_ONCE):
+            block = slice(begin, min(begin + _CHECKED_AT_ONCE, samples.stop))
+            rows = self.sparse[block, column][self.labels[block] == 1]
+            counts += np.bincount(rows, minlength=len(counts))
+        return counts
 
     @property
     def fingerprint(self) -> str:

@@ -31,7 +31,7 @@ from recsys.datasets.numbering import (
     vocabulary_file,
     write_vocabulary,
 )
-from recsys.datasets.store import Store
+from recsys.datasets.store import GROUPS, Store
 from recsys.datasets.store_writer import SPLITS, StoreWriter
 from recsys.datasets.tabular.encode import (
     Bags,
@@ -281,6 +281,9 @@ def _write_table(
             keys = None if schema.split is ALL_FOR_TEST else schema.negatives
             negatives = None if keys is None else _Negatives(rows, maker, keys)
             splits, unknown = _write_rows(rows, maker, writer, negatives)
+        if encoder.groups is not None:
+            everything = np.arange(encoder.groups.num_values, dtype=np.int32)
+            write_vocabulary(writer.folder / GROUPS, encoder.groups.values(), everything, 0)
         about: dict[str, Any] = {
             "convention": "table",
             "sources": table.sources,

@@ -438,14 +438,15 @@ class Negatives(_Keys):
     Attributes:
         item: The categorical column that is redrawn.
         item_columns: Further categorical columns that belong to the item and change with it.
-        per_positive: How many, for each positive.
+        per_positive: How many, for each positive; 0 for models that compare items by themselves,
+            such as `TwoTower`.
         by: "uniform", or "popularity" (training counts ** 0.75).
         seed: Seed of the draw.
     """
 
     item: _Column
     item_columns: _Columns = ()
-    per_positive: Annotated[int, Field(ge=1, le=1000)] = 4
+    per_positive: Annotated[int, Field(ge=0, le=1000)] = 4
     by: Literal["uniform", "popularity"] = "uniform"
     seed: _Seed = 0
 
