@@ -3,7 +3,8 @@
     TrainConfig
     |-- model: ModelConfig                architecture and its sizes
     |   |-- interaction: InteractionConfig  dot, masked_transformer
-    |   `-- dcn_v2, din, tbsm           constants of the model of this name
+    |   `-- dcn_v2, din, tbsm, two_tower, sasrec
+    |                                   constants of the model of this name
     |-- optimizer: OptimizerConfig          of the embedding rows
     |-- dense_optimizer: OptimizerConfig    of the dense part; a key not set is as in `optimizer`
     |-- lr_schedule: LearningRateConfig     of both optimizers
@@ -97,6 +98,7 @@ __all__ = [
     "OptimizerConfig",
     "PaperConfig",
     "RandomDropConfig",
+    "SASRecConfig",
     "ScheduleConfig",
     "SkipConfig",
     "StalenessConfig",
@@ -105,6 +107,7 @@ __all__ = [
     "TBSMConfig",
     "TrainConfig",
     "TransformerConfig",
+    "TwoTowerConfig",
     "VariationKeys",
     "describe_config",
     "flat",
@@ -125,6 +128,8 @@ _FORMS: dict[Any, str] = {Annotated: "{0}", tuple: "list of {0}s", dict: "by nam
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}
 SYNTHETIC_PREFIX = "synthetic:"
 _SYNTHETIC = f"{SYNTHETIC_PREFIX}criteo-kaggle"
+_RETRIEVAL_MODELS = ("two_tower", "sasrec")
+_MODELS = ("dlrm", "dcn_v2", "deepfm", "din", "tbsm", *_RETRIEVAL_MODELS)
 _HIDDEN = (512, 256, 64)  # of the default dense_arch
 # The metrics of an evaluation during training that say how good predictions are.
 IS_HIGHER_BETTER = {
@@ -416,6 +421,31 @@ class TBSMConfig(Keys):
     tower: _TwoCounts = _key((15, 15), "MLP after the dot products of one step")
 
 
+class _RetrievalConfig(Keys):
+    num_sampled: _Whole = _key(
+        0, "items drawn for each mini-batch, beside its own; 0: all items are compared"
+    )
+    id_dropout: float = _key(
+        0.0, "share of the steps of histories left out in training", ge=0, le=0.95
+    )
+
+
+class TwoTowerConfig(_RetrievalConfig):
+    """The towers of `two_tower`."""
+
+    mlp: _Counts = _key((128,), "hidden layers of the user's tower")
+    dropout: float = _key(0.0, "dropout of its input", ge=0, le=0.95)
+
+
+class SASRecConfig(_RetrievalConfig):
+    """The attention of `sasrec`."""
+
+    num_steps: _Count = _key(20, "steps of the history; older ones are left out")
+    num_blocks: _Count = _key(2, "blocks of attention and MLP")
+    num_heads: _Count = _key(2, "attention heads; they divide embedding_dim")
+    dropout: float = _key(0.2, "dropout of rows, attention and MLP", ge=0, le=0.95)
+
+
 class TransformerConfig(Keys):
     """The interaction `masked_transformer`."""
 
@@ -438,9 +468,9 @@ class InteractionConfig(Kinds):
 class ModelConfig(Keys):
     """Shape of the model."""
 
-    name: Annotated[str, Field(pattern=rf"^(dlrm|dcn_v2|deepfm|din|tbsm|{_Class})$")] = _key(
+    name: Annotated[str, Field(pattern=rf"^({'|'.join(_MODELS)}|{_Class})$")] = _key(
         "dlrm",
-        "architecture: dlrm, dcn_v2, deepfm, din, tbsm, or module:Class for a module of your own",
+        f"architecture: {', '.join(_MODELS)}, or module:Class for a module of your own",
         common=True,
     )
     embedding_dim: _Count = _key(16, "columns of every table", common=True)
@@ -463,10 +493,14 @@ class ModelConfig(Keys):
     dcn_v2: CrossNetConfig | None = _key(None, "constants of dcn_v2")
     din: DINConfig | None = _key(None, "constants of din")
     tbsm: TBSMConfig | None = _key(None, "constants of tbsm")
+    two_tower: TwoTowerConfig | None = _key(None, "constants of two_tower")
+    sasrec: SASRecConfig | None = _key(None, "constants of sasrec")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, table in {"dcn_v2": CrossNetConfig, "din": DINConfig, "tbsm": TBSMConfig}.items():
+        tables = {"dcn_v2": CrossNetConfig, "din": DINConfig, "tbsm": TBSMConfig}
+        tables |= {"two_tower": TwoTowerConfig, "sasrec": SASRecConfig}
+        for name, table in tables.items():
             if name == self.name and getattr(self, name) is None:
                 object.__setattr__(self, name, table())
             is_unread = name != self.name and getattr(self, name) is not None
@@ -485,7 +519,8 @@ class ModelConfig(Keys):
                 "drop one",
             ),
             (
-                self.name in ("din", "tbsm") and bool(self.table_dims or self.pooling),
+                self.name in ("din", "tbsm", *_RETRIEVAL_MODELS)
+                and bool(self.table_dims or self.pooling),
                 "table_dims and pooling are for models that pool their bags in the lookup, got "
                 f"name {self.name!r}; drop them",
             ),
@@ -496,6 +531,11 @@ class ModelConfig(Keys):
     def is_custom(self) -> bool:
         """Whether the model is a class of the user's."""
         return ":" in self.name
+
+    @property
+    def compares_items(self) -> bool:
+        """Whether the loss is a softmax over items, and not one of labels."""
+        return self.name in _RETRIEVAL_MODELS
 
     def dim_of(self, table: str) -> int:
         """Columns of a table.
@@ -833,6 +873,11 @@ class TrainConfig(Keys):
                 skip not in ("none", "paper") and fae is not None,
                 f"skip {skip!r} does not go with schedule 'fae', whose order of samples is planned "
                 "beforehand; choose another schedule",
+            ),
+            (
+                self.model.compares_items and self.schedule.hotline is not None,
+                "schedule 'hotline' computes a mini-batch in two parts, and model.name "
+                f"{self.model.name!r} compares its samples; choose another schedule",
             ),
         )
         return self

@@ -9,6 +9,9 @@ masked_transformer     MaskedTransformerArch, an interaction for DLRM
 histories              jagged rows of histories: padded, or summed
 din                    attention over a history
 tbsm                   a small DLRM at each step of a history, and a layer over the steps
+retrieval              models of a user's and an item's vector, and their softmax over items
+two_tower              an MLP over the user's features
+sasrec                 self-attention over a history
 batch_train            the loss of a model of whole mini-batches
 """
 
@@ -18,7 +21,10 @@ from recsys.models.din import DIN
 from recsys.models.dlrm import DLRM, DLRMTrain
 from recsys.models.histories import pad_left, sum_of_bags
 from recsys.models.masked_transformer import MaskedTransformerArch
+from recsys.models.retrieval import RetrievalTrain
+from recsys.models.sasrec import SASRec
 from recsys.models.tbsm import TBSM
+from recsys.models.two_tower import TwoTower
 
 __all__ = [
     "DIN",
@@ -28,6 +34,9 @@ __all__ = [
     "DLRMTrain",
     "DeepFM",
     "MaskedTransformerArch",
+    "RetrievalTrain",
+    "SASRec",
+    "TwoTower",
     "pad_left",
     "sum_of_bags",
 ]

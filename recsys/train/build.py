@@ -6,6 +6,8 @@
     deepfm           recsys.models.DeepFM        pooled
     din              recsys.models.DIN           rows, not pooled
     tbsm             recsys.models.TBSM          rows, not pooled
+    two_tower        recsys.models.TwoTower      rows, not pooled
+    sasrec           recsys.models.SASRec        rows, not pooled
     module:Class     a class of the user's       rows, not pooled, if it has `unpooled = True`
 
 A class of the user's is built as `Class(embeddings, num_dense)`. Its `forward(batch)` takes a
@@ -26,6 +28,7 @@ import warnings
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -65,9 +68,20 @@ from recsys.embeddings.tables_module import TableModule, groups_of
 from recsys.embeddings.tiers.budget import slot_bytes
 from recsys.embeddings.tiers.fetch import HitRates
 from recsys.errors import BudgetTooSmall, ConfigError, TrainingDiverged
-from recsys.models import DIN, DLRM, TBSM, DCNv2, DeepFM, DLRMTrain, MaskedTransformerArch
+from recsys.models import (
+    DIN,
+    DLRM,
+    TBSM,
+    DCNv2,
+    DeepFM,
+    DLRMTrain,
+    MaskedTransformerArch,
+    SASRec,
+    TwoTower,
+)
 from recsys.models.batch_train import BatchTrain
 from recsys.models.dlrm import initialize_classic
+from recsys.models.retrieval import AbstractRetrievalModel, RetrievalTrain
 from recsys.pipeline import (
     FAE,
     Auto,
@@ -411,7 +425,7 @@ def needs_rows(config: ModelConfig) -> bool:
         ConfigError: the class of the user's cannot be imported; or rows are not pooled, and
             `table_dims` or `pooling` are set.
     """
-    takes_rows = config.name in ("din", "tbsm")
+    takes_rows = config.name in ("din", "tbsm", "two_tower", "sasrec")
     if config.is_custom:
         takes_rows = bool(getattr(_custom_class(config.name), "unpooled", False))
     if takes_rows and (config.table_dims or config.pooling):
@@ -443,13 +457,52 @@ def build_network(
     if config.is_custom:
         with device:
             return BatchTrain(_build_custom(config.name, embeddings, source.num_dense))
+    retrieval = config.two_tower or config.sasrec
+    schema = source.meta.get("schema", {}) if isinstance(source, Store) else {}
+    if retrieval is None and schema.get("negatives", {}).get("per_positive") == 0:
+        raise ConfigError(
+            f"model.name {config.name!r} learns from positives and negatives, and the training "
+            "part has positives alone; choose 'two_tower' or 'sasrec', or set per_positive in "
+            "[negatives] and prepare the data again"
+        )
     try:
-        model = _build(config, source, embeddings, device)
+        build = _build if retrieval is None else _build_retrieval
+        model: Any = build(config, source, embeddings, device)
     except ValueError as error:  # sizes do not fit each other, or the data
         raise ConfigError(f"model.name {config.name!r}: {error}") from error
     if config.init == "classic":
         initialize_classic(model)
-    return DLRMTrain(model)
+    if retrieval is None:
+        return DLRMTrain(model)
+    assert isinstance(source, Store)
+    counts = torch.from_numpy(source.item_counts()).to(device) if retrieval.num_sampled else None
+    return RetrievalTrain(model, retrieval.num_sampled, counts)
+
+
+def _build_retrieval(
+    config: ModelConfig, source: SampleSource, embeddings: nn.Module, device: torch.device
+) -> AbstractRetrievalModel:
+    if not isinstance(source, Store) or "ranking" not in source.meta:
+        raise ValueError(
+            "needs a store of pairs of groups and items: a schema with group and [negatives]; "
+            f"{source.describe()['name']} is none; choose another model"
+        )
+    ranking = source.meta["ranking"]
+    num_items = source.table_sizes[source.feature_tables[ranking["item"]]]
+    catalog = np.empty((num_items, 0)) if source.catalog is None else source.catalog
+    keys = config.two_tower or config.sasrec
+    assert keys is not None
+    settings = keys.model_dump(exclude={"num_sampled", "mlp"})
+    arguments = (
+        embeddings,
+        source.histories,
+        (ranking["item"], *ranking["item_features"]),
+        torch.tensor(catalog, device=device),
+        source.num_dense,
+    )
+    if config.two_tower is not None:
+        return TwoTower(*arguments, config.two_tower.mlp, **settings, dense_device=device)
+    return SASRec(*arguments, **settings, dense_device=device)
 
 
 def _build(

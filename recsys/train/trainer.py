@@ -203,7 +203,7 @@ class Trainer:
             RunCallbacks(epochs=config.epochs) if rank() else callbacks_of(config, callbacks)
         )
         of_ranking = any(each.is_of_ranking for each in self.callbacks.stopping)
-        [self._is_ranked_in_training] = any_of(of_ranking)
+        [self._is_ranked_in_training] = any_of(of_ranking or config.model.compares_items)
         self.source = source = open_source(config)
         after = None if earlier is None else earlier.saved
         # A checkpoint has the rows, so a run that continues does not read `init_from`.

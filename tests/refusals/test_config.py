@@ -46,6 +46,8 @@ REFUSALS = [
     (["model.dense_arch=[]"], "model.dense_arch"),
     (["model.over_arch=[1]"], "model.over_arch"),
     (["synthetic.table_sizes=[0]"], "synthetic.table_sizes"),
+    (["model.name=sasrec", "schedule=hotline"], "hotline"),
+    (["model.name=two_tower", "model.table_dims.user=4"], "table_dims"),
     (["seed"], "seed"),
     (["seed.x=1"], "seed"),
     (["seed=" + "9" * 5000], "seed"),
