@@ -71,6 +71,10 @@ _METRICS_OF_RUNS = (
     "recall_standard_error",
     "ndcg_at_k",
     "ndcg_standard_error",
+    "item_knn_recall_at_k",
+    "item_knn_ndcg_at_k",
+    "popularity_recall_at_k",
+    "popularity_ndcg_at_k",
     "num_rankings",
     "num_unknown_items",
 )
@@ -644,7 +648,10 @@ def _page(
 
 
 def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
-    """Loss and AUC of a run; those of training as the mean of nine neighbouring reports."""
+    """Loss and AUC of a run, those of training as the mean of nine neighbouring reports.
+
+    Where items were ranked: recall and NDCG, too, beside those of the baselines.
+    """
     import pandas as pd
 
     training = [entry for entry in history if "train_loss" in entry]
@@ -659,6 +666,14 @@ def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
         curves[title] = {
             "training (before each update), smoothed": (samples, means.tolist()),
             split: (samples_evaluated, [entry[split][key] for entry in evaluated]),
+        }
+    ranked = [entry for entry in evaluated if "recall_at_k" in entry[split]]
+    samples = [entry["num_samples"] for entry in ranked]
+    for metric in ("recall_at_k", "ndcg_at_k") if ranked else ():
+        names = {split: metric} | {name: f"{name}_{metric}" for name in ("item_knn", "popularity")}
+        curves[metric.replace("_", " ")] = {
+            name: (samples, [entry[split].get(key) for entry in ranked])
+            for name, key in names.items()
         }
     return curves
 

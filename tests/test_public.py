@@ -94,6 +94,7 @@ def test_public_names_are_these_and_no_others():
             "EarlyStopping",
             "MLflow",
             "Predictor",
+            "Recommender",
             "TensorBoard",
             "WeightsAndBiases",
             "export_run_checkpoint",

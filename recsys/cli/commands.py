@@ -188,6 +188,28 @@ def _predict(options: argparse.Namespace) -> None:
     )
 
 
+def _recommend(options: argparse.Namespace) -> None:
+    _warn_if_unfinished(options.run)
+
+    from recsys._support.machine import tune_allocator
+    from recsys.train.recommend import recommend_run
+
+    tune_allocator()
+    report = recommend_run(
+        options.run,
+        options.users,
+        options.out,
+        k=options.top,
+        with_seen=options.with_seen,
+        batch_size=options.batch_size,
+        store=options.store,
+    )
+    print(
+        f"{report.path}: {counted(report.num_rows, 'recommendation')} for "
+        f"{counted(report.num_users, 'user')} in {report.seconds:.1f} s"
+    )
+
+
 def _export(options: argparse.Namespace) -> None:
     number = options.checkpoint
     if number is not None and options.to != "safetensors":
@@ -302,6 +324,7 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int | None]]] = {
     "train": _train,
     "evaluate": _evaluate,
     "predict": _predict,
+    "recommend": _recommend,
     "report": _report,
     "ablate": _ablate,
     "export": _export,

@@ -268,6 +268,39 @@ GROUPS: Final[dict[str, dict[str, Command]]] = {
                 ),
             ),
         ),
+        "recommend": Command(
+            "write the items with the highest scores for each user",
+            (
+                _RUN,
+                _option(
+                    "--users",
+                    nargs="+",
+                    required=True,
+                    metavar="FILE",
+                    help=f"{_FILES}, with the column of groups",
+                ),
+                _option("--out", type=Path, required=True, metavar="FILE.parquet", help="new file"),
+                _option("--top", type=int, default=20, metavar="K", help="items for each user"),
+                _option(
+                    "--with-seen",
+                    action="store_true",
+                    help="also items that the user has chosen before",
+                ),
+                _option(
+                    "--batch-size",
+                    type=int,
+                    default=8192,
+                    metavar="B",
+                    help="items, or pairs of user and item, per forward pass",
+                ),
+                _option(
+                    "--store",
+                    metavar="STORE",
+                    help="the run's store, if it was moved, or one with newer rows of the users, "
+                    "prepared --like it",
+                ),
+            ),
+        ),
         "export": Command(
             "write a model, or the rows that changed, for other programs",
             (

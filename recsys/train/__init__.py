@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     )
     from recsys.train.export import export_run_checkpoint
     from recsys.train.predict import Predictor
+    from recsys.train.recommend import Recommender
     from recsys.train.trainer import train
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "EarlyStopping",
     "MLflow",
     "Predictor",
+    "Recommender",
     "TensorBoard",
     "WeightsAndBiases",
     "export_run_checkpoint",
@@ -36,6 +38,7 @@ if not TYPE_CHECKING:
             "EarlyStopping": "callbacks",
             "MLflow": "callbacks",
             "Predictor": "predict",
+            "Recommender": "recommend",
             "TensorBoard": "callbacks",
             "WeightsAndBiases": "callbacks",
             "export_run_checkpoint": "export",

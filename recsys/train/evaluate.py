@@ -22,6 +22,7 @@ from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
+from recsys.train.baselines import rank_baselines
 from recsys.train.build import autocast, build_model, open_source, require_features_of
 from recsys.train.metrics import Metrics, MetricsAccumulator
 from recsys.train.progress import LOWER_LR
@@ -117,6 +118,8 @@ def with_ranking(
 ) -> Metrics:
     """The metrics of a split with recall and NDCG at k, if the data is to be ranked.
 
+    Those of two baselines stand beside them.
+
     Args:
         found: Its metrics without them.
         model: Maps a batch to (loss, (loss, logits, labels)).
@@ -146,7 +149,8 @@ def with_ranking(
             most_questions=config.ranking_groups,
             batch_size=config.batch_size,
         )
-    return dataclasses.replace(found, ranking=ranking)
+    baselines = rank_baselines(source, split, config.ranking_k, config.ranking_groups)
+    return dataclasses.replace(found, ranking=ranking, baselines=baselines)
 
 
 def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:

@@ -112,6 +112,8 @@ class Metrics:
         num_positives: Those with label 1.
         groups: Quality inside groups; None for data without groups.
         ranking: Quality of rankings of all items; None for data that is not judged by rankings.
+        baselines: Recall and NDCG at k of each baseline of `recsys.train.baselines`, by names such
+            as `item_knn_recall_at_k`; None without a ranking.
     """
 
     auc: float | None
@@ -124,14 +126,16 @@ class Metrics:
     num_positives: int
     groups: GroupMetrics | None = None
     ranking: RankingMetrics | None = None
+    baselines: dict[str, float | None] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The metrics in JSON types, under the names of the run record.
 
-        Those of `groups` and `ranking` stand beside the others; those that are None are left out.
+        Those of `groups`, `ranking` and `baselines` stand beside the others; those that are None
+        are left out.
         """
         found = asdict(self)
-        for name in ("groups", "ranking"):
+        for name in ("groups", "ranking", "baselines"):
             found |= found.pop(name) or {}
         return found
 

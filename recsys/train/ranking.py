@@ -21,13 +21,14 @@ A candidate is a question with another item: its own row, and the rows of the fe
 to the item, from the store's catalog. An `AbstractPooledModel`, such as `DLRM`, computes what
 depends on the question alone once for each question: the dense vector, and the pooled vectors of
 its features. For each candidate the vectors of the item replace those of the question, and the head
-computes the score. Any other model scores each candidate as a sample of its own.
+computes the score. A retrieval model, such as `TwoTower`, scores a question and all items by one
+matrix product. Any other model scores each candidate as a sample of its own.
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,18 +37,19 @@ from recsys.batch import Batch, JaggedIds
 from recsys.embeddings.tables_module import device_of
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
+from recsys.models.retrieval import AbstractRetrievalModel
 from recsys.train.metrics import RankingMetrics, Rankings
 from recsys.train.progress import LOWER_LR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
-    from torch import nn
+    from torch import Tensor, nn
 
     from recsys.datasets.store import Store
 
-__all__ = ["rank_items"]
+__all__ = ["ItemScorer", "Items", "Question", "rank_by", "rank_items", "samples_by_group"]
 
 _SEED = 0  # of the groups and questions that are drawn
 _MOST_SCORES = 1 << 22  # held at a time
@@ -71,7 +73,44 @@ def rank_items(
     Raises:
         TrainingDiverged: a score is not finite.
     """
-    items = _Items(store)
+    items = Items(store)
+    scorer = ItemScorer(model, items, batch_size, keeps_vectors=True)
+
+    def score(questions: Sequence[Question]) -> NDArray[np.float32]:
+        scores = np.zeros((len(questions), items.num_rows), np.float32)
+        asked = store.read(np.array([each.sample for each in questions], np.int64))
+        for rows, found in scorer.blocks(asked):
+            scores[:, rows] = found.float().cpu().numpy()
+        num_bad = int((~np.isfinite(scores)).sum())
+        if num_bad:
+            raise TrainingDiverged(
+                f"{split}, ranking: {num_bad} of {scores.size} scores are not finite; {LOWER_LR}"
+            )
+        return scores
+
+    return rank_by(score, store, split, k=k, most_questions=most_questions, most_at_once=batch_size)
+
+
+def rank_by(
+    score: Callable[[Sequence[Question]], NDArray[Any]],
+    store: Store,
+    split: str,
+    *,
+    k: int,
+    most_questions: int,
+    most_at_once: int = _MOST_SCORES,
+) -> RankingMetrics:
+    """Rank all items by any scores.
+
+    Args:
+        score: The scores of all rows of the item's table for some questions, (Q, E).
+        store: As for `rank_items`, as are `split`, `k` and `most_questions`.
+        split: "test" or "validation".
+        k: Number of items that recall and NDCG count.
+        most_questions: Bound of the number of questions; 0 for all questions of all groups.
+        most_at_once: The most questions that are scored at a time.
+    """
+    items = Items(store)
     assert store.groups is not None
     of_blocks = [np.unique(store.groups[block]) for block in _positives(store, store.splits[split])]
     groups = np.unique(np.concatenate([np.empty(0, np.int32), *of_blocks]))
@@ -81,10 +120,10 @@ def rank_items(
         if most_questions < len(groups):
             groups = np.sort(generator.choice(groups, most_questions, replace=False))
         per_group = most_questions // max(1, len(groups))
-    own = _by_group(store, store.splits[split], groups)
-    known = _by_group(store, store.splits["train"], groups)
+    own = samples_by_group(store, store.splits[split], groups)
+    known = samples_by_group(store, store.splits["train"], groups)
     found = Rankings(k)
-    most = max(1, min(batch_size, _MOST_SCORES // items.num_rows))
+    most = max(1, min(most_at_once, _MOST_SCORES // items.num_rows))
     asked = (
         question
         for group in own
@@ -92,20 +131,8 @@ def rank_items(
             _questions(store, items, group, own[group], known[group]), per_group, generator
         )
     )
-    # On several processes, TorchRec's `DistributedModelParallel` is around it.
-    scorer = getattr(model, "module", model).model
     while questions := list(islice(asked, most)):
-        samples = np.array([each.sample for each in questions], np.int64)
-        if isinstance(scorer, AbstractPooledModel):
-            scores = _score_by_head(scorer, store.read(samples), items, batch_size)
-        else:
-            scores = _score_by_samples(model, store.read(samples), items, batch_size)
-        num_bad = int((~np.isfinite(scores)).sum())
-        if num_bad:
-            raise TrainingDiverged(
-                f"{split}, ranking: {num_bad} of {scores.size} scores are not finite; {LOWER_LR}"
-            )
-        for of_question, question in zip(scores, questions, strict=True):
+        for of_question, question in zip(score(questions), questions, strict=True):
             is_candidate = np.ones(items.num_rows, np.bool_)
             is_candidate[: items.first_row] = False
             is_candidate[question.left_out] = False
@@ -115,7 +142,7 @@ def rank_items(
     return found.result()
 
 
-class _Question(NamedTuple):
+class Question(NamedTuple):
     """A question and its right answers.
 
     Attributes:
@@ -123,15 +150,17 @@ class _Question(NamedTuple):
         sample: Number of the first of its test positives.
         rows: Rows of the item in its test positives, (T,).
         left_out: Rows of the items that are no candidates.
+        known: Rows of the items of the group's training positives, in their order.
     """
 
     group: int
     sample: int
     rows: NDArray[np.int64]
     left_out: NDArray[np.int64]
+    known: NDArray[np.int64]
 
 
-class _Items:
+class Items:
     """The items of a store, as rows of their table, and how they stand in a mini-batch.
 
     Args:
@@ -205,7 +234,7 @@ def _positives(store: Store, samples: range) -> Iterator[NDArray[np.int64]]:
         yield block[store.labels[block] == 1]
 
 
-def _by_group(
+def samples_by_group(
     store: Store, samples: range, groups: NDArray[np.int32]
 ) -> dict[int, NDArray[np.int64]]:
     """Numbers of the positive samples of each of these groups, which ascend."""
@@ -220,11 +249,11 @@ def _by_group(
 
 def _questions(
     store: Store,
-    items: _Items,
+    items: Items,
     group: int,
     samples: NDArray[np.int64],
     known: NDArray[np.int64],
-) -> list[_Question]:
+) -> list[Question]:
     """The questions of a group.
 
     Args:
@@ -234,26 +263,28 @@ def _questions(
         samples: Numbers of its positives of the split.
         known: Numbers of its positives of the training part.
     """
-    rows, before = items.of_samples(samples), items.of_samples(known)
-    before = before[:0] if items.come_again else np.unique(before[before >= items.first_row])
+    rows, listed = items.of_samples(samples), items.of_samples(known)
+    listed = listed[listed >= items.first_row]
+    before = listed[:0] if items.come_again else np.unique(listed)
     are_known = np.isin(rows, before)
     answers: dict[tuple[object, ...], list[int]] = {}
     for place, features in enumerate(_known(store, items, samples)):
         answers.setdefault((*features, bool(are_known[place])), []).append(place)
     return [
-        _Question(
+        Question(
             group,
             int(samples[places[0]]),
             rows[places],
             left_out=before[:0] if are_known[places[0]] else before,
+            known=listed,
         )
         for places in answers.values()
     ]
 
 
 def _drawn(
-    questions: list[_Question], most: int | None, generator: np.random.Generator
-) -> list[_Question]:
+    questions: list[Question], most: int | None, generator: np.random.Generator
+) -> list[Question]:
     """At most so many of the questions, in their order; None for all."""
     if most is None or len(questions) <= most:
         return questions
@@ -261,7 +292,7 @@ def _drawn(
     return [questions[number] for number in chosen.tolist()]
 
 
-def _known(store: Store, items: _Items, samples: NDArray[np.int64]) -> Iterator[tuple[bytes, ...]]:
+def _known(store: Store, items: Items, samples: NDArray[np.int64]) -> Iterator[tuple[bytes, ...]]:
     """What each sample holds, but for its item, in a form that can be compared."""
     batch = store.read(samples)
     features = batch.sparse_features
@@ -276,51 +307,85 @@ def _known(store: Store, items: _Items, samples: NDArray[np.int64]) -> Iterator[
         yield (dense.tobytes(), *bags)
 
 
-def _score_by_samples(
-    model: nn.Module, asked: Batch, items: _Items, batch_size: int
-) -> NDArray[np.float32]:
-    """`_score_by_head` for any model: each pair of question and item is a sample."""
-    num_questions, num_items = len(asked), items.num_rows - items.first_row
-    scores = np.zeros((num_questions, items.num_rows), np.float32)
-    found = []
-    for begin in range(0, num_questions * num_items, batch_size):
-        pairs = torch.arange(begin, min(begin + batch_size, num_questions * num_items))
-        candidates = asked.select(pairs // num_items)
-        candidates.sparse_features = items.put_into(
-            candidates.sparse_features, pairs % num_items + items.first_row
-        )
-        _, (_, logits, _) = model(candidates.to(device_of(model)))
-        found.append(logits.float().cpu().numpy())
-    scores[:, items.first_row :] = np.concatenate(found).reshape(num_questions, num_items)
-    return scores
+class ItemScorer:
+    """Scores all items of a store by a model, some of them at a time.
 
-
-def _score_by_head(
-    model: AbstractPooledModel, asked: Batch, items: _Items, batch_size: int
-) -> NDArray[np.float32]:
-    """Scores of all items for each question, (Q, E); those of rows that are no items are 0.
-
-    Q vectors of each feature, and those of `batch_size` items, are held at a time.
+    Args:
+        model: As for `rank_items`.
+        items: The items of the store.
+        batch_size: The most candidates of a forward pass.
+        keeps_vectors: Whether the vectors of all items of a retrieval model are kept once they are
+            computed, (E, D).
     """
-    device = next(model.dense_arch.parameters()).device
-    names = model.sparse_arch.sparse_feature_names
-    of_item = [names.index(name) for name in items.names]
-    num_questions, asked = len(asked), asked.to(device)
-    dense = model.dense_arch(asked.dense_features)
-    pooled = model.sparse_arch(asked.sparse_features)
-    scores = np.zeros((num_questions, items.num_rows), np.float32)
-    for first in range(items.first_row, items.num_rows, batch_size):
-        rows = slice(first, min(first + batch_size, items.num_rows))
-        num_items = rows.stop - rows.start
-        vectors = model.sparse_arch(items.as_features(rows).to(device))[:, of_item]
-        logits = []
-        num_pairs = num_questions * num_items
-        for begin in range(0, num_pairs, batch_size):
-            pairs = torch.arange(begin, min(begin + batch_size, num_pairs), device=device)
-            question, item = pairs // num_items, pairs % num_items
-            candidates = pooled[question]
-            candidates[:, of_item] = vectors[item]
-            logits.append(model.head(dense[question], candidates).squeeze(-1))
-        of_block = torch.cat(logits).view(num_questions, num_items)
-        scores[:, rows] = of_block.float().cpu().numpy()
-    return scores
+
+    def __init__(
+        self, model: nn.Module, items: Items, batch_size: int, *, keeps_vectors: bool = False
+    ) -> None:
+        self._train_model, self._items, self._batch_size = model, items, batch_size
+        # On several processes, TorchRec's `DistributedModelParallel` is around it.
+        self._model: Any = getattr(model, "module", model).model
+        self._kept: dict[int, Tensor] | None = {} if keeps_vectors else None
+
+    def blocks(self, asked: Batch) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of some items, and their scores, (Q, n), until all items have been scored.
+
+        Args:
+            asked: Q questions, whose items are not read.
+        """
+        if isinstance(self._model, AbstractRetrievalModel):
+            return self._by_vectors(asked)
+        if isinstance(self._model, AbstractPooledModel):
+            return self._by_head(asked)
+        return self._by_samples(asked)
+
+    def _slices(self, size: int) -> Iterator[slice]:
+        for begin in range(self._items.first_row, self._items.num_rows, size):
+            yield slice(begin, min(begin + size, self._items.num_rows))
+
+    def _by_vectors(self, asked: Batch) -> Iterator[tuple[slice, Tensor]]:
+        device = device_of(self._train_model)
+        asked = asked.to(device)
+        users, _ = self._model.vectors(asked.dense_features, asked.sparse_features)
+        for rows in self._slices(self._batch_size):
+            vectors = None if self._kept is None else self._kept.get(rows.start)
+            if vectors is None:
+                vectors = self._model.items(torch.arange(rows.start, rows.stop, device=device))
+                if self._kept is not None:
+                    self._kept[rows.start] = vectors
+            yield rows, users @ vectors.T
+
+    def _by_samples(self, asked: Batch) -> Iterator[tuple[slice, Tensor]]:
+        """Each pair of question and item is a sample."""
+        device = device_of(self._train_model)
+        for rows in self._slices(max(1, self._batch_size // len(asked))):
+            num_items = rows.stop - rows.start
+            pairs = torch.arange(len(asked) * num_items)
+            candidates = asked.select(pairs // num_items)
+            candidates.sparse_features = self._items.put_into(
+                candidates.sparse_features, pairs % num_items + rows.start
+            )
+            _, (_, logits, _) = self._train_model(candidates.to(device))
+            yield rows, logits.view(len(asked), num_items)
+
+    def _by_head(self, asked: Batch) -> Iterator[tuple[slice, Tensor]]:
+        """Q vectors of each feature, and those of `batch_size` items, are held at a time."""
+        model: AbstractPooledModel = self._model
+        device = next(model.dense_arch.parameters()).device
+        names = model.sparse_arch.sparse_feature_names
+        of_item = [names.index(name) for name in self._items.names]
+        asked = asked.to(device)
+        dense = model.dense_arch(asked.dense_features)
+        pooled = model.sparse_arch(asked.sparse_features)
+        for rows in self._slices(self._batch_size):
+            num_items = rows.stop - rows.start
+            vectors = model.sparse_arch(self._items.as_features(rows).to(device))[:, of_item]
+            logits = []
+            num_pairs = len(asked) * num_items
+            for begin in range(0, num_pairs, self._batch_size):
+                end = min(begin + self._batch_size, num_pairs)
+                pairs = torch.arange(begin, end, device=device)
+                question, item = pairs // num_items, pairs % num_items
+                candidates = pooled[question]
+                candidates[:, of_item] = vectors[item]
+                logits.append(model.head(dense[question], candidates).squeeze(-1))
+            yield rows, torch.cat(logits).view(len(asked), num_items)

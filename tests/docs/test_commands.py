@@ -181,4 +181,4 @@ def test_toml_blocks_are_ablations_configurations_or_schemas(tmp_path):
         elif keys.keys() <= TrainConfig.model_fields.keys():
             load_config(file, ())
         else:  # a part of a schema may leave the label to the reader
-            Schema.from_dict({"label": "click", **keys})
+            Schema.from_dict(keys if "negatives" in keys else {"label": "click", **keys})

@@ -139,7 +139,7 @@ def test_what_to_change_has_a_line_for_every_setting_that_the_report_names(page)
 
 
 def test_the_page_about_tables_has_the_commands_of_the_first_page_and_goes_on(page):
-    [first] = [block for block in blocks(page("../README.md"), "sh") if "recsys inspect" in block]
+    first, _ = (block for block in blocks(page("../README.md"), "sh") if "recsys inspect" in block)
     commands = {line.split("  ")[0] for line in first.splitlines()}
     text = page("tables.md")
     shown = {line.split("  ")[0] for line in text.splitlines() if line.startswith("recsys ")}

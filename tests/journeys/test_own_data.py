@@ -1,6 +1,7 @@
 """Journey 2: from a table of one's own to predictions, and to rankings."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow.csv
@@ -81,6 +82,29 @@ def test_tomorrows_rows_are_encoded_as_todays_and_predicted(trained, tmp_path):
 @pytest.mark.parametrize("name", ["clicks.tsv", "clicks.parquet"])
 def test_a_tsv_and_a_parquet_file_give_the_model_of_the_csv_file(trained, tmp_path, name):
     require_equal(prepare_and_train(tmp_path, name), trained)
+
+
+def test_pairs_become_recommendations_that_beat_popular_items(pytestconfig, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pairs = sessions(0).rename_columns(["user", "item"])
+    write(tmp_path / "pairs.csv", pairs)
+    text = (pytestconfig.rootpath / "README.md").read_text()
+    [commands] = re.findall(r"```sh\n(recsys inspect pairs.*?)```", text, re.DOTALL)
+    inspect, prepare, train, recommend = (line.split()[1:] for line in commands.splitlines())
+
+    (tmp_path / "schema.toml").write_text(recsys(*inspect[: inspect.index(">")]))
+    recsys(*prepare)
+    recsys(
+        *train, *options("model.embedding_dim=16", "batch_size=64", "epochs=10", "num_threads=1")
+    )
+    recsys(*recommend)
+
+    found = record_of(tmp_path / "run")["metrics"]["test"]
+    assert found["recall_at_k"] > 2 * found["popularity_recall_at_k"]
+    recs = parquet.read_table("recs.parquet").to_pandas()
+    assert len(recs) == 20 * 250
+    asked = pairs.to_pandas().merge(recs, on=["user", "item"])
+    assert asked.empty  # a user's own items
 
 
 def test_sessions_become_histories_and_negatives_and_are_ranked(tmp_path):

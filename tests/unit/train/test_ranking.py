@@ -15,7 +15,7 @@ from recsys.models.archs import AbstractPooledModel
 from recsys.train.build import autocast, build_model
 from recsys.train.metrics import Rankings
 from recsys.train.ranking import rank_items
-from tests.train.judged_stores import SMALL_MODEL
+from tests.train.judged_stores import SMALL_MODEL, write_store
 
 FEATURES = [
     Feature("genre", "genre"),
@@ -225,6 +225,32 @@ def test_a_model_of_samples_ranks_as_one_of_pooled_vectors(write, has_history):
             each.sparse_feature_names = ("item", "user", "genre", "user")
 
     found = [rank(store, 3, each, batch_size=7) for each in model]
+
+    assert found[0] == found[1]
+    assert 0 < found[0].recall_at_k < 1
+
+
+class AsSamples(torch.nn.Module):
+    """A model whose vectors are not known: it scores samples."""
+
+    def __init__(self, train_model):
+        super().__init__()
+        self.train_model, self.model = train_model, torch.nn.Identity()
+
+    def forward(self, batch):
+        return self.train_model(batch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["two_tower", "sasrec"])
+def test_a_retrieval_model_ranks_by_its_vectors_as_by_samples(tmp_path, name):
+    store = write_store(tmp_path / "store", is_ranked=True)
+    config = load_config(
+        None, [f"model.name={name}", "model.embedding_dim=4"], data=str(store.path)
+    )
+    model, _ = build_model(config, store)
+
+    found = [rank(store, 5, each, batch_size=7) for each in (model.eval(), AsSamples(model))]
 
     assert found[0] == found[1]
     assert 0 < found[0].recall_at_k < 1

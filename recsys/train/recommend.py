@@ -1,0 +1,336 @@
+"""Recommendations of a saved model: the items with the highest scores for each user.
+
+    FILE.parquet    <group>    the user, as in the column of the schema's key group
+                    <item>     the item, as in the column of the schema's [negatives]
+                    rank       int64, from 1 up
+                    score      float32, the logit of the model; higher is better
+
+What is known of a user comes from the store: the features of the newest sample of its group, and
+its histories. The item of that sample is added to the histories that list it, as the next row of
+the group would have it; histories with a key `where`, and those that a column has, stay as they
+are. Newest is by time if the store has times, else by place in the store, where the test part is
+last.
+
+Users are scored some at a time, and items block by block, so memory is bounded. On the CPU, tables
+are mapped from the saved model, which may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from recsys._support.files import appearing_whole, require_new, require_place
+from recsys.batch import Batch, JaggedIds
+from recsys.datasets.numbering import vocabulary_file
+from recsys.datasets.store import GROUPS, Store
+from recsys.datasets.tabular.encode import read_schema
+from recsys.datasets.tabular.read import Frames, TableFiles
+from recsys.datasets.tabular.schema import GROUP, Schema
+from recsys.embeddings.tables_module import check_input
+from recsys.errors import ConfigError, DatasetFormatError
+from recsys.train.build import autocast
+from recsys.train.evaluate import open_saved_model
+from recsys.train.ranking import Items, ItemScorer, samples_by_group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import pandas as pd
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+__all__ = ["RecommendReport", "Recommender", "recommend_run"]
+
+_USERS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class RecommendReport:
+    """What `recommend_run` did.
+
+    Attributes:
+        path: The file with the recommendations.
+        num_users: Users.
+        num_rows: Recommendations.
+        seconds: Time for scoring and writing, without opening the model.
+    """
+
+    path: Path
+    num_users: int
+    num_rows: int
+    seconds: float
+
+
+class Recommender:
+    """The model of a run, ready to recommend items.
+
+    Args:
+        run_dir: A run that saved its model.
+        store: Where the store of the run is now; or a store that `recsys prepare table --like` made
+            of newer rows, whose users it recommends for. Default: where it was in training.
+        batch_size: Items, or pairs of user and item, of a forward pass.
+
+    Raises:
+        ConfigError: there is no saved model, it does not fit the data, the data has no groups and
+            items, or `batch_size` is less than 1.
+        StoreError: the store does not exist, or is damaged.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, *, store: str | Path | None = None, batch_size: int = 8192
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        self._config, source, self._model = open_saved_model(
+            run_dir, None if store is None else str(store)
+        )
+        is_good = isinstance(source, Store) and "ranking" in source.meta
+        if not is_good or not (Path(self._config.data) / GROUPS).is_file():
+            raise ConfigError(
+                f"{self._config.data} must be a store of pairs of groups and items, whose schema "
+                f"has group and [negatives], with its {GROUPS}; name another by --store, or "
+                "prepare it again"
+            )
+        assert isinstance(source, Store)
+        self.store = source
+        self._schema, self._items = read_schema(source), Items(source)
+        self._scorer = ItemScorer(self._model, self._items, batch_size)
+
+    @property
+    def users_schema(self) -> Schema:
+        """The schema of a table of users: of its columns, that of groups alone is read."""
+        kept = {"group", "delimiter", "quote", "missing_values"}
+        others = {
+            name: field.get_default(call_default_factory=True)
+            for name, field in Schema.model_fields.items()
+            if name not in kept
+        }
+        # Not checked again: a table of users has no label.
+        return self._schema.model_copy(update=others)
+
+    def top(
+        self, frame: pd.DataFrame | pa.Table, k: int = 20, *, with_seen: bool = False
+    ) -> pd.DataFrame:
+        """The best items of each user.
+
+        Args:
+            frame: Its column of the schema's key group is read; a user may come again.
+            k: How many items; a user for whom fewer are left gets fewer rows.
+            with_seen: Whether items of the user's own samples may come again.
+
+        Returns:
+            A row for each user and item, as in the file: users in the order of their first rows,
+            the best item first.
+
+        Raises:
+            ConfigError: `k` is less than 1.
+            DatasetFormatError: the frame lacks the column or has no row, the store has no positive
+                sample of a user, or the model gives no finite score.
+            TypeError: it is no frame.
+        """
+        import pyarrow as pa
+
+        users = self.users_in(Frames(frame, self.users_schema))
+        return pa.concat_tables(self.recommend(users, k, with_seen=with_seen)).to_pandas()
+
+    def users_in(self, table: Frames | TableFiles) -> pa.Array:
+        """The values of the column of groups, as text, each once, by first appearance.
+
+        Args:
+            table: Rows of `users_schema`.
+
+        Raises:
+            DatasetFormatError: the table has no row, lacks the column, or breaks its format.
+        """
+        import pyarrow as pa
+
+        found = [batch.column(GROUP).cast("large_string").unique() for batch in table.batches()]
+        if not found:
+            raise DatasetFormatError("a table of users must have at least one row, got none")
+        return pa.concat_arrays(found).unique()
+
+    def recommend(self, users: pa.Array, k: int, *, with_seen: bool = False) -> Iterator[pa.Table]:
+        """The best items of users, some users at a time.
+
+        Args:
+            users: What `users_in` returns.
+            k: See `top`.
+            with_seen: See `top`.
+
+        Raises:
+            ConfigError: `k` is less than 1.
+            DatasetFormatError: the store has no positive sample of a user, or the model gives no
+                finite score.
+        """
+        import pyarrow as pa
+
+        if k < 1:
+            raise ConfigError(f"top must be at least 1, got {k}")
+        groups, samples = self._known(users)
+        names = [self._schema.group, self._items.names[0], "rank", "score"]
+        for begin in range(0, len(groups), _USERS_AT_ONCE):
+            chosen = groups[begin : begin + _USERS_AT_ONCE]
+            of_users = [samples[group] for group in chosen.tolist()]
+            scores, rows = self._best(of_users, k, with_seen=with_seen)
+            is_item = np.isfinite(scores)
+            asker, place = np.nonzero(is_item)
+            arrays = [
+                self._group_values.take(pa.array(chosen[asker])),
+                self._item_values.take(pa.array(rows[is_item])),
+                pa.array(place + 1),
+                pa.array(scores[is_item]),
+            ]
+            yield pa.Table.from_arrays(arrays, names)
+        check_input(self._model)
+
+    def _known(self, users: pa.Array) -> tuple[NDArray[np.int32], Mapping[int, NDArray[np.int64]]]:
+        """The groups of users, and the numbers of the positive samples of each group.
+
+        Raises:
+            DatasetFormatError: there is none of a user.
+        """
+        import pyarrow.compute as pc
+
+        values = self._group_values.cast("large_string")
+        found = pc.index_in(users, value_set=values).fill_null(-1)
+        groups = found.to_numpy().astype(np.int32)
+        samples = samples_by_group(self.store, range(self.store.num_samples), np.unique(groups))
+        lacking = [place for place, group in enumerate(groups.tolist()) if not len(samples[group])]
+        if lacking:
+            raise DatasetFormatError(
+                f"{self._schema.group} {users[lacking[0]].as_py()!r}: store {self.store.path} has "
+                f"no positive sample of it, and of {len(lacking) - 1} more, so nothing is known of "
+                "them; leave them out, or name a store with their rows"
+            )
+        return groups, samples
+
+    def _best(
+        self, samples: Sequence[NDArray[np.int64]], k: int, *, with_seen: bool
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Scores and rows of the best items of U users; -inf where there are fewer.
+
+        Args:
+            samples: The numbers of the positive samples of each user.
+            k: How many items.
+            with_seen: Whether the items of these samples are candidates.
+
+        Shape:
+            results (U, k).
+        """
+        asked = self._questions(np.array([self._newest(numbers) for numbers in samples]))
+        seen = self._items.of_samples(np.concatenate(samples))
+        askers = np.repeat(np.arange(len(samples)), [len(numbers) for numbers in samples])
+        best = torch.full((len(samples), k), -torch.inf)
+        best_rows = torch.zeros(len(samples), k, dtype=torch.int64)
+        with torch.no_grad(), autocast(self._config):
+            for rows, found in self._scorer.blocks(asked):
+                scores = found.float().cpu()
+                if not scores.isfinite().all():
+                    raise DatasetFormatError(
+                        "a score must be finite, and the model gives none for some of the users; "
+                        "train again with a lower learning rate"
+                    )
+                if not with_seen:
+                    is_inside = (rows.start <= seen) & (seen < rows.stop)
+                    scores[askers[is_inside], seen[is_inside] - rows.start] = -torch.inf
+                best, chosen = torch.cat([best, scores], 1).topk(k)
+                earlier = best_rows.gather(1, chosen.clamp(max=k - 1))
+                best_rows = torch.where(chosen < k, earlier, chosen - k + rows.start)
+        return best.numpy(), best_rows.numpy()
+
+    def _newest(self, samples: NDArray[np.int64]) -> int:
+        times = samples if self.store.times is None else self.store.times[samples]
+        return int(samples[np.lexsort((samples, times))[-1]])
+
+    def _questions(self, samples: NDArray[np.int64]) -> Batch:
+        """Samples, with the item of each added to the histories that list it."""
+        batch, histories = self.store.read(samples), self._schema.history
+        features, columns = batch.sparse_features, []
+        for name in features.keys():  # noqa: SIM118  # not a dictionary
+            bags = list(torch.split(features[name].values(), features[name].lengths().tolist()))
+            history = histories.get(name)
+            if history is not None and history.of in self._items.names and not history.where:
+                own = torch.split(features[history.of].values(), 1)
+                bags = [
+                    torch.cat(pair)[-history.max_length :] for pair in zip(bags, own, strict=True)
+                ]
+            columns += bags
+        lengths = torch.tensor([0, *map(len, columns)])
+        batch.sparse_features = JaggedIds(features.keys(), torch.cat(columns), lengths.cumsum(0))
+        return batch
+
+    @cached_property
+    def _group_values(self) -> pa.Array:
+        """The value of each group, by its number."""
+        return _values_of(self.store.path / GROUPS)
+
+    @cached_property
+    def _item_values(self) -> pa.Array:
+        """The value of each item, by its row."""
+        name = self.store.feature_tables[self._items.names[0]]
+        number = [table.name for table in self._schema.tables].index(name)
+        return _values_of(vocabulary_file(self.store.path, number))
+
+
+def recommend_run(
+    run_dir: str | Path,
+    users: Sequence[str | Path],
+    out: str | Path,
+    *,
+    k: int = 20,
+    with_seen: bool = False,
+    batch_size: int = 8192,
+    store: str | Path | None = None,
+) -> RecommendReport:
+    """Recommend items by the model of a run, and write a Parquet file.
+
+    Args:
+        run_dir: A run that saved its model.
+        users: Files with the column of groups; others are not read. A user may come again.
+        out: A new file, with a name that ends in .parquet.
+        k: How many items for each user.
+        with_seen: Whether items of the user's own samples may come again.
+        batch_size: See `Recommender`.
+        store: See `Recommender`.
+
+    Raises:
+        AlreadyExists: `out` exists.
+        ConfigError: as of `Recommender`, or `k` is less than 1, or `out` is not named .parquet.
+        DatasetFormatError: a file cannot be read, lacks the column, or as of `Recommender.top`.
+        FileNotFoundError: a file does not exist.
+        StoreError: the store is damaged.
+    """
+    from pyarrow import parquet
+
+    out = Path(out)
+    if out.suffix != ".parquet":
+        raise ConfigError(f"recommendations are a Parquet file; give a name in .parquet, got {out}")
+    require_place(out)
+    require_new(out)
+    recommender = Recommender(run_dir, store=store, batch_size=batch_size)
+    begun, num_rows = time.perf_counter(), 0
+    files = TableFiles(users, recommender.users_schema, with_hash=False)
+    asked = recommender.users_in(files)
+    tables = recommender.recommend(asked, k, with_seen=with_seen)
+    first = next(tables)
+    with appearing_whole(out) as file, parquet.ParquetWriter(file, first.schema) as writer:
+        for table in chain([first], tables):
+            writer.write_table(table)
+            num_rows += table.num_rows
+    return RecommendReport(out, len(asked), num_rows, time.perf_counter() - begun)
+
+
+def _values_of(file: Path) -> pa.Array:
+    """The column of a vocabulary."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(file)) as source:
+        return pa.ipc.open_file(source).read_all().column("value").combine_chunks()
