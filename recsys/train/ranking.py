@@ -352,7 +352,9 @@ class ItemScorer:
                 vectors = self._model.items(torch.arange(rows.start, rows.stop, device=device))
                 if self._kept is not None:
                     self._kept[rows.start] = vectors
-            yield rows, users @ vectors.T
+            with torch.autocast(device.type, enabled=False):  # 8 bits are too few to rank items
+                scores = users @ vectors.T
+            yield rows, scores
 
     def _by_samples(self, asked: Batch) -> Iterator[tuple[slice, Tensor]]:
         """Each pair of question and item is a sample."""

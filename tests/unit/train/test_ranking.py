@@ -14,7 +14,7 @@ from recsys.datasets.store_writer import Feature, StoreWriter
 from recsys.models.archs import AbstractPooledModel
 from recsys.train.build import autocast, build_model
 from recsys.train.metrics import Rankings
-from recsys.train.ranking import rank_items
+from recsys.train.ranking import Items, ItemScorer, rank_items
 from tests.train.judged_stores import SMALL_MODEL, write_store
 
 FEATURES = [
@@ -251,9 +251,13 @@ def test_a_retrieval_model_ranks_by_its_vectors_as_by_samples(tmp_path, name):
     model, _ = build_model(config, store)
 
     found = [rank(store, 5, each, batch_size=7) for each in (model.eval(), AsSamples(model))]
+    with torch.autocast("cpu", torch.bfloat16):
+        blocks = ItemScorer(model, Items(store), 7).blocks(store.read(np.arange(3)))
+        dtypes = {scores.dtype for _, scores in blocks}
 
     assert found[0] == found[1]
     assert 0 < found[0].recall_at_k < 1
+    assert dtypes == {torch.float32}
 
 
 def test_groups_and_one_question_of_each_are_drawn_by_the_data_alone(write):
