@@ -8,15 +8,17 @@ from torch.nn.functional import gelu
 
 from recsys import JaggedIds
 from recsys.models import RetrievalTrain, SASRec, TwoTower
+from tests.models.formulas import over_arch
 from tests.models.sequence_data import (
     DIM,
     HISTORIES,
     NUM_DENSE,
     SIZES,
     TABLE_OF,
-    Reference,
     make_batch,
     make_collection,
+    rows_of,
+    sum_of,
 )
 
 NUM_STEPS, NUM_HEADS = 4, 2
@@ -40,11 +42,26 @@ def make_model(kind, **settings):
     return kind(make_collection(), HISTORIES, *items, NUM_DENSE, **MODELS[kind] | settings)
 
 
-class Formulas(Reference):
-    """The vectors of users and items."""
+class Formulas:
+    """The vectors of users and items, on the parameters of a model as float64 leaves."""
+
+    def __init__(self, model):
+        self.parameters = {
+            name: value.detach().double().requires_grad_()
+            for name, value in model.named_parameters()
+        }
 
     def weight(self, name):
         return self.parameters[name]
+
+    def rows(self, batch, feature, sample):
+        return rows_of(self.parameters, batch, feature, sample)
+
+    def sum(self, batch, feature, sample):
+        return sum_of(self.parameters, batch, feature, sample)
+
+    def linear(self, name, vector):
+        return self.weight(f"{name}.weight") @ vector + self.weight(f"{name}.bias")
 
     def item(self, row):
         category = int(make_catalog()[row, 0])
@@ -62,7 +79,7 @@ class Formulas(Reference):
                 vector = vector / max(1, len(self.rows(batch, name, sample)))
             vectors.append(vector)
         joined = torch.cat([batch.dense_features[sample].double(), *vectors])
-        return sum(vectors) + self.top("mlp", joined)
+        return sum(vectors) + over_arch(self.parameters, joined, "mlp")
 
     def sasrec(self, batch, sample):
         total = self.linear(

@@ -96,7 +96,6 @@ def with_next_rows(items):
     return pd.concat(parts, ignore_index=True)
 
 
-@pytest.mark.in_ci("sasrec")
 @pytest.mark.filterwarnings("ignore:histories list rows of these files alone")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_best_items_are_those_that_score_highest_as_the_next_row(tmp_path, name):
