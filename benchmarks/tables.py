@@ -24,6 +24,7 @@ DOCUMENTS = (
     "README.md",
     "benchmarks/README.md",
     "docs/benchmarks.md",
+    "docs/frameworks.md",
     "docs/reliability.md",
     "docs/slipstream.md",
     "benchmarks/slipstream/README.md",
@@ -399,6 +400,34 @@ TABLES: dict[str, Table | Headlines | Policies] = {
                 "recsys",
                 "speed_over_mmap",
                 _ratio,
+            ),
+        ],
+    ),
+    "time_to_auc": Table(
+        "time_to_auc.json",
+        "One epoch on the sample of Criteo Kaggle, Adagrad 0.01, B={B}, D={D}; median of {rounds} "
+        "seeds in which all took turns; {machine}.",
+        {"provider": "provider"},
+        [
+            ("test AUC", "", "auc", _number(4)),
+            ("epoch, s", "", "epoch", _number(2)),
+            ("s to a test AUC of 0.75", "", "time_to_auc", _number(2)),
+            ("times as fast as facebook (95 %)", "", "speed_over_facebook", _ratio),
+        ],
+    ),
+    "frameworks": Table(
+        "frameworks.json",
+        "The last loss of two epochs of 32 mini-batches, without recsys and with a budget of "
+        "128KiB for 212 KiB of rows and state (226 KiB for DeepCTR); Adagrad.",
+        {"example": "example", "framework": "framework"},
+        [
+            ("last loss", "plain", "last_loss", _number(6)),
+            ("with recsys", "recsys", "last_loss", _number(6)),
+            (
+                "largest difference",
+                "recsys",
+                "largest_difference",
+                lambda row: f"{row['median']:.1e}",
             ),
         ],
     ),
