@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from recsys.batch import JaggedIds
 from recsys.embeddings import SGD, HotColdEmbeddingBag, Staleness, StalenessTracker
 from tests.embeddings.staleness import stream
 from tests.embeddings.staleness.test_tracker_state import assert_equal_states
@@ -272,6 +273,26 @@ def test_a_sample_without_rows_is_not_stale():
     parts = bag.lookups(torch.tensor([1, 5]), torch.tensor([0, 1, 1]))
     assert tracker.all_stale(parts, 3).tolist() == [True, False, True]
     assert tracker.all_stale([], 2).tolist() == [False, False]
+
+
+def test_an_id_outside_its_table_is_not_the_stale_row_of_the_next_table():
+    model = stream.make_model(dims=(4, 4, 4))
+    tracker = StalenessTracker(model, Staleness(window=WINDOW), share=0.5)
+    tracker._marks.set_stale(np.arange(FIRSTS[-1]))
+    ids = torch.tensor([[0, 500, 0, 0, 0], [0, 0, -1, 6, 0], [0, 0, 0, 0, 900]])
+    parts = model.lookups(JaggedIds.from_one_hot(["f0", "f1", "f2"], ids))
+    assert tracker.all_stale(parts, 5).tolist() == [True, *[False] * 4]
+
+
+def test_a_count_stops_before_the_bit_of_stale_rows():
+    tracker = StalenessTracker(make_bag(), Staleness(**QUICK))
+    state = tracker.state_dict()
+    state["counted"] = [torch.tensor([3]), torch.tensor([2**15 - 2], dtype=torch.int16)]
+    tracker.load_state_dict(state)
+    for _ in range(2):
+        tracker._marks.count(np.array([3, 4, -1]))
+    assert [each.tolist() for each in tracker._marks.counted()] == [[3, 4], [2**15 - 1, 2]]
+    assert tracker._marks.are_stale(np.arange(8)).sum() == 0
 
 
 def test_a_lookup_in_tables_that_are_not_followed_makes_no_sample_stale():

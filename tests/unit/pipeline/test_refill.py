@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recsys.datasets import BatchLoader
@@ -15,10 +15,11 @@ from recsys.pipeline.window import Window
 from tests.pipeline.test_positions import Numbered, numbers
 
 
-def choose_by(is_chosen):
-    """Chooses samples by their index in the stream."""
+def choose_by(is_chosen, taken_for):
+    """Chooses samples by their index in the stream; notes what raw mini-batches are taken for."""
 
     def choose(raw):
+        taken_for[raw.number] = raw.taken_for
         mask = is_chosen[raw.first_index : raw.first_index + raw.size]
         if mask.all():
             return EVERYTHING
@@ -33,8 +34,9 @@ def chunks_of(sizes):
     return [torch.arange(int(begin), int(end)) for begin, end in pairwise(ends)]
 
 
-def refill_of(is_chosen, position=None):
-    return Refill(choose_by(is_chosen), position or Position(), "skip=test")
+def refill_of(is_chosen, position=None, taken_for=None):
+    choose = choose_by(is_chosen, {} if taken_for is None else taken_for)
+    return Refill(choose, position or Position(), "skip=test")
 
 
 def take_all(maker, iterator):
@@ -60,7 +62,8 @@ def test_samples_come_once_in_full_mini_batches_and_a_position_says_which_are_us
     sizes, pattern, stop
 ):
     is_chosen, raw, total = np.array(pattern), chunks_of(sizes), sum(sizes)
-    maker = refill_of(is_chosen)
+    taken_for, again = {}, {}
+    maker = refill_of(is_chosen, taken_for=taken_for)
 
     found, positions = take_all(maker, iter(raw))
 
@@ -76,8 +79,10 @@ def test_samples_come_once_in_full_mini_batches_and_a_position_says_which_are_us
         return
     stop = stop % len(found)
     position = positions[stop]
-    resumed, later = take_all(refill_of(is_chosen, position), iter(raw[position.num_raw :]))
+    maker = refill_of(is_chosen, position, again)
+    resumed, later = take_all(maker, iter(raw[position.num_raw :]))
     assert resumed == found[stop + 1 :]
+    assert again.items() <= taken_for.items()
     assert later == positions[stop + 1 :]
     used = sum(sizes[: position.num_raw]) + position.offset
     assert position.num_seen == used
@@ -121,6 +126,13 @@ def test_an_iterator_that_fails_loses_no_sample_before_and_after():
     last_size=st.integers(1, 9),
     pattern=patterns,
     depth=st.integers(0, 5),
+)
+@example(  # the first 4 samples of raw mini-batch 1 are used, and pass in mini-batches of 2
+    num_samples=30,
+    parts=[(9, 1)],
+    last_size=2,
+    pattern=[True] * 5 + [False] * 4 + [True] * 75,
+    depth=0,
 )
 def test_a_run_stopped_and_resumed_with_another_batch_size_loses_no_sample(
     num_samples, parts, last_size, pattern, depth
