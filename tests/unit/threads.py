@@ -2,15 +2,10 @@
 
     PYTHONDEVMODE=1 python tests/unit/threads.py --cases 500 --json FILE
 
-Two kinds of cases take turns. The seed of a case decides everything in it, except for the order in
-which threads run.
-
-    users       a user of `tests/users.py` who trains by a pipeline, also by Hotline
-    loaders     a pipeline over a `BatchLoader`: some iterations are left early, some reads fail
-
-Threads sleep for random times before and after each transfer, each group of samples that is read
-ahead, and each change of a window. Python switches between threads at a random interval, from a
-microsecond to some milliseconds.
+A case is a user of `tests/users.py` who trains by a pipeline, also by Hotline. The seed of a case
+decides everything in it, except for the order in which threads run. Threads sleep for random times
+before and after each transfer and each change of a window. Python switches between threads at a
+random interval, from a microsecond to some milliseconds.
 
 After each case, no thread, open file, mapped file or `Fetcher` of it may be left. Errors that
 Python cannot raise, such as a ResourceWarning in a destructor, end the run. So does a case that
@@ -34,30 +29,21 @@ from weakref import WeakSet
 
 import hypothesis
 import pytest
-import torch
 from hypothesis.stateful import run_state_machine_as_test
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where it is run as a script
 
 from recsys._support.machine import describe_environment
-from recsys.batch import Batch, JaggedIds
-from recsys.datasets import loader as loader_module
-from recsys.datasets.loader import BatchLoader
-from recsys.embeddings.optimizer import Adagrad
 from recsys.embeddings.tiers.fetch import Fetcher
 from recsys.embeddings.tiers.queue import TransferQueue
 from recsys.embeddings.tiers.transfer import Transfer
-from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.window import Window
 from recsys.train.run_folder import write_json
-from tests.pipeline import small
 from tests.users import PipelineUsers
 
 HANG_SECONDS = 120
 END_SECONDS = 10  # a thread of an executor ends soon after the executor is deleted
-USER_EXAMPLES = 5  # cases of `users` that one call of hypothesis makes
-KINDS = ("loaders", "users")
-BROKEN = "the disk is broken"
+USER_EXAMPLES = 5  # cases that one call of hypothesis makes
 
 
 class Delays:
@@ -90,7 +76,6 @@ class Delays:
                 (TransferQueue, "start"),
                 (TransferQueue, "finish"),
                 (Transfer, "run"),
-                (loader_module, "_read_group"),
                 (Window, "fill"),
                 (Window, "pop"),
             ):
@@ -171,71 +156,6 @@ def _mapped_files():
             yield slash + path
 
 
-class Numbered:
-    """A source whose samples look up rows by their own number; some reads fail."""
-
-    num_dense, fingerprint = 1, "numbered"
-
-    def __init__(self, tables, num_samples):
-        self.num_samples, self.num_failures = num_samples, 0
-        self.table_sizes = {table.name: table.num_embeddings for table in tables}
-        self.splits = {"train": range(num_samples), "test": range(0), "validation": range(0)}
-
-    def read(self, samples):
-        if self.num_failures:
-            self.num_failures -= 1
-            raise OSError(BROKEN)
-        numbers = torch.from_numpy(samples)
-        ids = torch.stack([(7 * numbers) % size for size in self.table_sizes.values()])
-        features = JaggedIds.from_one_hot(list(self.table_sizes), ids)
-        return Batch(numbers.unsqueeze(1).float(), features, numbers % 2.0)
-
-    def describe(self):
-        return {}
-
-
-def run_loader(seed, folder):
-    """Train by a pipeline over a loader; losses and rows must be those of a resident twin."""
-    chance = random.Random(seed)
-    sizes = [chance.randint(60, 300) for _ in range(chance.randint(1, 3))]
-    tables = small.make_tables(sizes, [chance.choice([1, 4, 8]) for _ in sizes])
-    source = Numbered(tables, chance.randint(40, 200))
-    options = {"shuffle": True, "seed": seed, "prefetch": chance.randint(1, 4)}
-    loader = BatchLoader(source, "train", chance.randint(2, 9), **options)
-    optimizer = Adagrad(lr=0.1)
-    batches = list(BatchLoader(source, "train", loader.batch_size, **options))
-    budget = small.budget_for(tables, optimizer, batches, chance.choice([0, 5, 20]))
-    tiers = {"budget": budget}
-    if chance.random() < 0.5:
-        tiers |= {"cold_tier": "file", "cold_path": folder}
-    twin, model = small.Model(tables, optimizer), small.Model(tables, optimizer, **tiers)
-    model.load_state_dict(twin.state_dict())
-    dense = [torch.optim.SGD(each.layer.parameters(), lr=0.1) for each in (twin, model)]
-    schedule = chance.choice(
-        [Sequential(), LookAhead(chance.randint(1, 6)), Auto(steps_per_turn=1, num_rounds=1)]
-    )
-    pipeline = TrainPipeline(model, dense[1], schedule=schedule)
-    expected = iter(batches)
-    while loader.epoch == 0:
-        iterator = iter(loader)
-        for _ in range(chance.randint(1, len(batches))):
-            if chance.random() < 0.1:
-                source.num_failures = 1
-            try:
-                loss, _ = pipeline.progress(iterator)
-            except StopIteration:
-                break
-            except OSError as error:
-                assert str(error) == BROKEN  # noqa: PT017  # most steps raise nothing
-                break
-            assert [loss.item()] == small.run_plain(twin, dense[0], [next(expected)])
-        source.num_failures = 0
-        pipeline.detach()
-        iterator.close()
-    assert next(expected, None) is None
-    small.require_equal(twin, model)
-
-
 def run_users(seed, num_examples):
     """Let hypothesis play users of a pipeline; no shrinking, because delays differ each time."""
 
@@ -252,15 +172,6 @@ def run_users(seed, num_examples):
     )
 
 
-def run_case(kind, seed, folder, num_examples):
-    """One case, or so many examples of users; returns the number of cases."""
-    if kind == "users":
-        run_users(seed, num_examples)
-        return num_examples
-    run_loader(seed, folder)
-    return 1
-
-
 def run_cases(num_cases, first_seed=0):
     """Run cases until there are enough of them.
 
@@ -268,35 +179,28 @@ def run_cases(num_cases, first_seed=0):
         For the record: the number of cases, of delays, of threads at once, and of what was left.
     """
     delays, opened, problems = Delays(), Open(), []
-    counts, seed = Counter(), first_seed
+    num_done, seed = 0, first_seed
     sys.unraisablehook = lambda found: problems.append(repr(found.exc_value))
     threading.excepthook = lambda found: problems.append(repr(found.exc_value))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        delays.everywhere(),
-        opened.watched(),
-        warnings.catch_warnings(),
-    ):
+    with delays.everywhere(), opened.watched(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", ResourceWarning)
-        while counts.total() < num_cases:
-            kind = KINDS[seed % len(KINDS)]
-            num_examples = min(USER_EXAMPLES, num_cases - counts.total())
+        while num_done < num_cases:
+            num_examples = min(USER_EXAMPLES, num_cases - num_done)
             faulthandler.dump_traceback_later(HANG_SECONDS * num_examples, exit=True)
             opened.begin()
             delays.begin(seed)
             try:
-                counts[kind] += run_case(kind, seed, Path(folder, str(seed)), num_examples)
+                run_users(seed, num_examples)
                 opened.require_closed()
                 assert not problems, problems
             except BaseException as error:
                 error.add_note(f"make this case again with --cases 1 --seed {seed}")
                 raise
-            seed += 1
+            num_done, seed = num_done + num_examples, seed + 1
     faulthandler.cancel_dump_traceback_later()
     return {
-        "num_cases": counts.total(),
-        "cases": dict(counts),
+        "num_cases": num_done,
         "delays": delays.num,
         "most_threads": delays.most_threads,
         "left": opened.left | {"errors in destructors and threads": len(problems)},

@@ -16,6 +16,8 @@ from recsys.embeddings import (
     HotColdEmbedding,
     HotColdEmbeddingBag,
     HotColdEmbeddingBagCollection,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
     TableConfig,
 )
 from recsys.embeddings.lookup.inputs import LEFT_OUT, read_ids
@@ -28,6 +30,7 @@ from tests.unit.embeddings.model import TOO_MANY_ROWS, Tables
 pytest.importorskip("triton")
 
 from recsys.embeddings import tables_module
+from recsys.embeddings.kernels.triton.row_sort import CHUNK
 from recsys.embeddings.rows.device_tables import DeviceGroup
 from recsys.embeddings.tiers import device_fetch
 
@@ -57,33 +60,41 @@ class LateMoves:
 class Twins:
     """The same tables on the CPU and on a device."""
 
-    def __init__(self, device, formula=ADAM, num_slots=None, **how):
-        self.device = device
-        self.on_cpu = Tables(SIZES, FEATURES, DIM, formula, **how)
+    def __init__(self, device, formula=ADAM, num_slots=None, dim=DIM, num_samples=B, **how):
+        self.device, self.num_samples = device, num_samples
+        self.on_cpu = Tables(SIZES, FEATURES, dim, formula, **how)
         self.tables = Tables(
-            SIZES, FEATURES, DIM, formula, num_slots=num_slots, device=device, **how
+            SIZES, FEATURES, dim, formula, num_slots=num_slots, device=device, **how
         )
         self.generator = torch.Generator().manual_seed(3)
 
-    def bags(self, *, is_jagged=False):
+    def bags(self, form="one-hot"):
         """The same bags for both."""
-        num_bags = len(FEATURES) * B
-        lengths = torch.ones(num_bags, dtype=torch.int64)
-        if is_jagged:
+        num_samples, num_bags = self.num_samples, len(FEATURES) * self.num_samples
+        lengths = torch.full((num_bags,), {"one-hot": 1, "equal": 2}.get(form, 0))
+        offsets = weights = None
+        if form not in ("one-hot", "equal"):
             lengths = torch.randint(0, 4, (num_bags,), generator=self.generator)
-        highs = torch.tensor(SIZES)[FEATURES].repeat_interleave(B).repeat_interleave(lengths)
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            offsets = offsets if form == "with the end" else offsets[:-1]
+        highs = torch.tensor(SIZES)[FEATURES].repeat_interleave(num_samples)
+        highs = highs.repeat_interleave(lengths)
         ids = (torch.rand(len(highs), generator=self.generator) ** 2 * highs).long()
-        offsets = lengths.cumsum(0) - lengths if is_jagged else None
-        mine = self.on_cpu.bags(ids, offsets)
+        if form == "weighted":
+            weights = torch.rand(len(ids), generator=self.generator)
+            weights = weights.to(self.on_cpu.group.compute_dtype)
+        mine = Bags(ids, offsets, weights, num_samples, num_bags)
         return mine, self.to_device(mine)
 
     def to_device(self, bags):
-        ids, offsets = (None if part is None else part.to(self.device) for part in bags[:2])
-        return Bags(ids, offsets, None, *bags[3:])
+        on_device = (None if part is None else part.to(self.device) for part in bags[:3])
+        return Bags(*on_device, *bags[3:])
 
-    def train(self, bags):
+    def train(self, bags, factors=None):
         """One step of both, which must give the same results."""
-        factors = torch.randn(B, self.on_cpu.width, generator=self.generator)
+        if factors is None:
+            shape = self.num_samples, self.on_cpu.width
+            factors = torch.randn(shape, generator=self.generator)
         self.backward(bags, factors)
         for tables in (self.on_cpu, self.tables):
             tables.optimizer.step()
@@ -103,12 +114,38 @@ class Twins:
         )
 
 
-@pytest.mark.parametrize("formula", [SGD(lr=0.5), Adagrad(lr=0.1), ADAM])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resident_tables_train_like_those_on_the_cpu(triton_device, formula, dtype):
-    twins = Twins(triton_device, formula, dtype=dtype)
-    for number in range(4):
-        twins.train(twins.bags(is_jagged=number % 2 == 1))
+FORMULAS = [SGD(lr=0.5), Adagrad(lr=0.1), ADAM, RowWiseAdagrad(lr=0.1), PartialRowWiseAdam(lr=0.1)]
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: type(formula).__name__)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "is_mean", "num_slots"),
+    [
+        (16, torch.float32, False, None),
+        (5, torch.float64, True, None),
+        (8, torch.bfloat16, False, 9),
+        (300, torch.bfloat16, False, None),
+    ],
+)
+def test_every_form_of_bags_trains_as_on_the_cpu(
+    triton_device, formula, dim, dtype, is_mean, num_slots
+):
+    twins = Twins(triton_device, formula, num_slots, dim, dtype=dtype, is_mean=is_mean)
+    is_by_row = isinstance(formula, RowWiseAdagrad | PartialRowWiseAdam)
+    forms = ["one-hot", "jagged", "equal", "with the end"] + ["weighted"] * (not is_by_row)
+    for form in forms[: 1 if is_by_row and is_mean else None]:
+        # The squares of quarters add up exactly in any order, without weights and thirds.
+        factors = torch.randint(-9, 9, (B, twins.on_cpu.width), generator=twins.generator) / 4
+        twins.train(twins.bags(form), factors)
+    assert twins.are_equal()
+
+
+def test_many_lookups_of_a_row_are_summed_chunk_by_chunk(triton_device):
+    twins = Twins(triton_device, SGD(lr=1.0), num_samples=2 * CHUNK, dtype=torch.float64)
+    bags = twins.bags()
+    bags[0].ids[CHUNK // 2 : 4 * CHUNK] = 3
+    whole = torch.randint(-9, 9, (2 * CHUNK, twins.on_cpu.width), generator=twins.generator)
+    twins.train((bags[0], twins.to_device(bags[0])), whole.double())
     assert twins.are_equal()
 
 
@@ -122,7 +159,7 @@ def test_tables_in_two_tiers_train_like_those_on_the_cpu(
     twins = Twins(triton_device, num_slots=num_slots, planned=[5, 40])
     if is_late:
         LateMoves(twins.tables.fetcher, monkeypatch)
-    batches = [twins.bags(is_jagged=number % 3 == 1) for number in range(6)]
+    batches = [twins.bags("jagged" if number % 3 == 1 else "one-hot") for number in range(6)]
     claims = []
     for number, bags in enumerate(batches):
         twins.tables.fetcher.begin(claims.pop(0) if claims else None)
@@ -160,7 +197,7 @@ def test_weights_of_ids_have_the_gradient_that_they_have_on_the_cpu(
     triton_device, num_slots, is_mean
 ):
     twins = Twins(triton_device, num_slots=num_slots, is_mean=is_mean)
-    bags, gradients = twins.bags(is_jagged=True), []
+    bags, gradients = twins.bags("jagged"), []
     for tables, of_tables in zip((twins.on_cpu, twins.tables), bags, strict=True):
         weights = torch.linspace(-1, 1, len(of_tables.ids), device=of_tables.ids.device)
         weights.requires_grad_()
@@ -297,8 +334,9 @@ def test_a_collection_that_is_left_to_torch_may_move():
     assert torch.equal(module(ids).values(), before)
 
 
-def test_errors_are_raised_by_the_next_lookup_or_update(triton_device):
-    twins = Twins(triton_device, SGD(lr=1.0))
+@pytest.mark.parametrize("num_slots", [None, 9])
+def test_errors_are_raised_by_the_next_lookup_or_update(triton_device, num_slots):
+    twins = Twins(triton_device, SGD(lr=1.0), num_slots)
     (_, bags), tables = twins.bags(), twins.tables
     before = tables.values()
     bad = bags._replace(ids=bags.ids.clone())
@@ -311,6 +349,11 @@ def test_errors_are_raised_by_the_next_lookup_or_update(triton_device):
     offsets[7] = 99
     tables(bags._replace(offsets=offsets))
     with pytest.raises(MalformedBags, match=r"offsets\[7\] = 99"):
+        tables(bags)
+    weights = torch.ones(len(bags.ids), device=twins.device)
+    weights[3] = float("nan")
+    tables(bags._replace(weights=weights))
+    with pytest.raises(MalformedBags, match="weight 3"):
         tables(bags)
     (tables(bags).sum() * float("nan")).backward()
     tables.optimizer.step()

@@ -1,7 +1,5 @@
 """`weight.grad` dropped and replaced; `tests/programs.py` reads, scales and clips it."""
 
-import copy
-
 import pytest
 import torch
 
@@ -28,7 +26,3 @@ def test_a_grad_can_be_dropped_or_replaced(tables):
         tables.optimizer.step()
     assert torch.equal(tables.weights[0], before[0])
     torch.testing.assert_close(tables.weights[1].detach(), before[1] - 0.5 * torch.eye(5, 4))
-
-
-def test_a_copy_is_a_plain_table(tables):
-    assert copy.deepcopy(tables.weights[0]).grad is None
