@@ -1,7 +1,5 @@
 """A model built the classic way, accelerated, on the real sample and on synthetic data."""
 
-import copy
-
 import pytest
 import torch
 
@@ -50,30 +48,6 @@ def test_a_step_from_the_same_state_agrees_at_20_points_of_a_run(classic, data, 
     for report in reports:
         assert report.ok, str(report)
         assert (report.rtol, report.atol) == (1e-5, 1e-7)
-
-
-@pytest.mark.slow(but=("synthetic",))
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-def test_in_float64_the_whole_run_agrees(classic, data, small, kind):
-    plain, theirs = small(kind, torch.float64)
-    model, mine = copy.deepcopy((plain, theirs))
-    recsys.accelerate(model, optimizer=mine, always=True)
-    losses = []
-
-    for batch in BatchLoader(data, "train", 512, shuffle=True, seed=0):
-        pair = []
-        for each, optimizer in ((plain, theirs), (model, mine)):
-            optimizer.zero_grad()
-            loss = classic.loss_of(each, batch)
-            loss.backward()
-            optimizer.step()
-            pair.append(loss.detach())
-        losses.append(torch.stack(pair))
-
-    expected, found = torch.stack(losses).T
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-9)
 
 
 def test_the_example_finds_the_same_auc_both_ways(classic):

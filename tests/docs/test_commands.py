@@ -98,30 +98,6 @@ def test_commands_are_found():
     assert len(texts) >= LEAST_COMMANDS
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "$ recsys train STORE",
-        "A=1 B=2 recsys train STORE",
-        "cd folder && recsys train STORE",
-        "torchrun --nproc-per-node 2 -m recsys train STORE",
-        "torchrun --nproc-per-node 2 -m -- recsys train STORE",
-        "python -m recsys train STORE",
-    ],
-)
-@pytest.mark.parametrize("fence", ["```sh", "~~~"])
-def test_commands_are_found_after_what_may_stand_before_them(line, fence):
-    text = f"{fence}\n{line}\n{fence[:3]}\n"
-
-    assert list(commands_of(text, is_markdown=True)) == [("recsys", "train STORE", True)]
-
-
-def test_lines_with_a_command_that_is_not_found_are_seen():
-    line = "for seed in 1 2; do recsys train STORE; done"
-
-    assert overlooked(f"```sh\n{line}\n```\n", ["train"], is_markdown=True) == [line]
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_command_in_a_line_of_code_is_overlooked(document):
     text = document.read_text("utf-8")

@@ -120,17 +120,3 @@ def test_pretrained_rows_are_shared_and_frozen_unless_asked_otherwise(kind):
     assert own.padding_idx == 2
     assert rows[1:].eq(1).all()
     assert not rows[0].eq(1).any()
-
-
-# torch.compile looks at `grad` of every tensor, and hides the warning that this gives.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("optimizer", [None, Adagrad(lr=0.1)])
-def test_a_compiled_model_around_it_computes_the_same(optimizer):
-    model, other = (nn.Sequential(bag(optimizer), nn.Linear(4, 3), nn.Tanh()) for _ in range(2))
-    # Without an optimizer there is one graph, as of torch's module; with one it ends and goes on.
-    compiled = torch.compile(other, backend="eager", fullgraph=optimizer is None)
-    for each in (model, compiled):
-        each(IDS.view(4, 2)).square().sum().backward()
-    for mine, other_one in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, other_one)
-        torch.testing.assert_close(mine.grad, other_one.grad)

@@ -1,4 +1,4 @@
-"""Stores of tables: leaks that must not be, rows like those of another store, encodings, splits."""
+"""Stores of tables: rows like those of another store, encodings, labels, what is warned of."""
 
 import errno
 
@@ -10,7 +10,7 @@ import torch
 from recsys.datasets import Schema, Store, prepare_table, write_store
 from recsys.errors import DatasetFormatError
 from tests.commands import refused
-from tests.datasets.tabular.decoded import ALL_TRAIN, bags_of, vocabularies_of
+from tests.datasets.tabular.decoded import ALL_TRAIN, vocabularies_of
 
 CLICKS = {
     "label": "click",
@@ -26,7 +26,6 @@ PURCHASES = {
     "split": {"by": "last_one_out"},
     "negatives": {"item": "item", "item_columns": ["genre"], "per_positive": 3, "seed": 5},
 }
-FOLDS = {"train": ["x"], "test": ["y"], "validation": ["z"]}
 
 
 def clicks(num_rows, seed=0):
@@ -64,52 +63,6 @@ def files(tmp_path):
     return write
 
 
-def pairs_of(store, samples):
-    """The groups and items of samples."""
-    users, items, *_ = store.sparse[samples].T
-    return set(zip(users.tolist(), items.tolist(), strict=True))
-
-
-def test_answers_of_test_and_validation_may_be_negatives(tmp_path):
-    tree = {**PURCHASES, "history": {}}
-    frame = purchases()
-    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-    store = Store(tmp_path / "store")
-    assert store.meta["ranking"]["repeats"] is False
-    num_train = len(store.splits["train"])
-    train = np.arange(num_train)
-    negatives = pairs_of(store, train[store.labels[:num_train] == 0])
-    answers = pairs_of(store, np.arange(num_train, store.num_samples))
-    positives = pairs_of(store, train[store.labels[:num_train] == 1])
-    assert not negatives & positives
-    assert negatives & (answers - positives)
-    values = vocabularies_of(store)
-    for split, place in (("test", -1), ("validation", -2)):
-        found = pairs_of(store, np.array(store.splits[split]))
-        ordered = frame.sort_values("ts").groupby("user")["item"]
-        assert {(values["user"][user], values["item"][item]) for user, item in found} == {
-            (user, items.iloc[place]) for user, items in ordered
-        }
-
-
-def test_histories_of_training_rows_list_training_rows_alone(tmp_path):
-    tree = {
-        **{"label": "click", "group": "user", "timestamp": "ts"},
-        "categorical": {"item": {"values": "integer"}},
-        "history": {"recent": {"of": "item", "max_length": 9}},
-        "split": {"by": "column", "column": "fold", **FOLDS},
-    }
-    frame = pd.DataFrame({"item": [1, 2] * 3, "ts": range(6), "fold": list("xxyzxx")})
-
-    write_store(frame.assign(user=1, click=1), Schema.from_dict(tree), tmp_path / "store")
-
-    store = Store(tmp_path / "store")
-    values = vocabularies_of(store)["item"]
-    found = [[values[row] for row in bag] for bag in bags_of(store)["recent"]]
-    assert found[:4] == [[], [1], [1, 2], [1, 2, 1]]
-    assert found[4:] == [[1, 2, 1], [1, 2]]  # validation, and test
-
-
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -126,45 +79,6 @@ def test_columns_that_belong_to_the_item_are_warned_of(tmp_path, change, names):
     tree = PURCHASES | {"negatives": {"item": "item"}} | change
     with pytest.warns(UserWarning, match=f"negatives: {names} .*'item'"):
         write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-
-
-def test_an_impression_is_not_in_the_histories_of_its_own_rows(tmp_path):
-    """The clicked item of an impression comes first, as many logs have it."""
-    frame = pd.DataFrame(
-        {
-            "click": [1, 0, 0, 1, 0, 1],
-            "user": ["u"] * 6,
-            "item": ["a", "b", "c", "d", "a", "b"],
-            "ts": [10, 10, 10, 20, 20, 20],
-        }
-    )
-    tree = {
-        "label": "click",
-        "group": "user",
-        "timestamp": "ts",
-        "categorical": {"item": {}},
-        "history": {"recent": {"of": "item"}},
-        "split": ALL_TRAIN,
-    }
-    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-    assert bags_of(Store(tmp_path / "store"))["recent"] == [[], [], [], [1], [1], [1]]
-    del tree["timestamp"]
-    write_store(frame, Schema.from_dict(tree), tmp_path / "file_order")
-    in_order = [[], [1], [1], [1], [1, 4], [1, 4]]
-    assert bags_of(Store(tmp_path / "file_order"))["recent"] == in_order
-
-
-def test_a_group_with_all_items_has_fewer_negatives(tmp_path):
-    frame = pd.DataFrame({"user": list("aaaab"), "item": [1, 2, 3, 4, 1]})
-    tree = {
-        "group": "user",
-        "categorical": {"user": {}, "item": {"values": "integer"}},
-        "split": ALL_TRAIN,
-        "negatives": {"item": "item", "per_positive": 2},
-    }
-    report = write_store(frame, Schema.from_dict(tree), tmp_path / "store")
-    assert (report.num_lacking, report.num_samples) == (8, 7)
-    assert Store(report.path).labels.tolist() == [1, 1, 1, 1, 1, 0, 0]
 
 
 def test_rows_like_a_store_have_its_rows_and_statistics(tmp_path, files):
@@ -269,29 +183,6 @@ def test_stores_have_one_encoding_if_their_features_are_made_alike(tmp_path):
     assert encoding({}, other_tests) == own
 
 
-@pytest.mark.parametrize("num_rows", [7, 13, 14, 20, 21, 1000])
-def test_fourteenths_have_the_sizes_of_the_split_of_criteo(tmp_path, num_rows):
-    schema = Schema.from_dict(CLICKS)
-    held = num_rows // 7
-
-    splits = write_store(clicks(num_rows), schema, tmp_path / "store").splits
-
-    expected = {"train": num_rows - held, "test": held - held // 2, "validation": held // 2}
-    assert splits == expected
-
-
-def test_a_random_split_has_about_the_shares_and_depends_on_the_seed(tmp_path):
-    frame, found = clicks(20_000).assign(t=range(20_000)), []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        split = {"by": "random", "test": 0.1, "validation": 0.2, "seed": seed}
-        schema = Schema.from_dict(CLICKS | {"timestamp": "t", "split": split})
-        found.append(Store(write_store(frame, schema, tmp_path / name).path))
-    shares = [len(part) / 20_000 for part in found[0].splits.values()]
-    np.testing.assert_allclose(shares, [0.7, 0.1, 0.2], atol=0.02)
-    assert (found[0].times == found[1].times).all()
-    assert (found[0].times != found[2].times).any()
-
-
 def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -301,48 +192,6 @@ def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, monkeypatch):
         write_store(clicks(9), Schema.from_dict(CLICKS), tmp_path / "store")
 
     assert list(tmp_path.iterdir()) == []
-
-
-EVENTS = pd.DataFrame(
-    [
-        ("u", "a", "view", 1),
-        ("u", "b", "cart", 2),
-        ("v", "c", "cart", 3),
-        ("u", "a", "buy", 4),
-        ("u", "d", "cart", 5),
-        ("u", "b", "buy", 6),
-        ("v", "c", "buy", 7),
-        ("u", "d", "buy", 8),
-    ],
-    columns=["user", "item", "kind", "t"],
-)
-
-
-def test_purchases_see_the_carts_before_them(tmp_path):
-    """As an example of what the random tables hold."""
-    tree = {
-        "group": "user",
-        "timestamp": "t",
-        "filter": {"kind": "buy"},
-        "categorical": {"item": {}},
-        "history": {"bought": {"of": "item"}, "carts": {"of": "item", "where": {"kind": "cart"}}},
-        "split": {"by": "timestamp", "test": 0.25, "validation": 0},
-        "negatives": {"item": "item", "per_positive": 1},
-    }
-    report = write_store(EVENTS, Schema.from_dict(tree), tmp_path / "store")
-
-    store = Store(report.path)
-    a, b, c, d = 1, 2, 3, 4  # d is in a cart of the training part, and was not bought there
-    is_positive = store.labels == 1
-    assert store.times[is_positive].tolist() == [4, 6, 7, 8]
-    assert report.splits == {"train": 6, "test": 1, "validation": 0}
-    bags = {
-        name: [bag for bag, is_one in zip(rows, is_positive, strict=True) if is_one]
-        for name, rows in bags_of(store).items()
-    }
-    assert bags["bought"] == [[], [a], [], [a, b]]
-    assert bags["carts"] == [[b], [b, d], [c], [b, d]]
-    assert bags["item"] == [[a], [b], [c], [d]]
 
 
 def test_a_schema_may_name_several_labels(tmp_path):

@@ -135,6 +135,8 @@ def schemas(draw):
             split |= {"test": ["z"], "validation": ["y"]}
     elif split["by"] != "last_one_out":
         split |= shares
+    if split["by"] in ("random", "group"):
+        split |= maybe(seed=[3])
     return tree | {"split": split}
 
 

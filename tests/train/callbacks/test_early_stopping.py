@@ -61,22 +61,6 @@ def test_a_run_stops_as_a_finished_one_with_all_its_files(small_config, tmp_path
     assert (tmp_path / "run" / "checkpoints" / "00000003.json").is_file()
 
 
-@pytest.mark.slow(but=("auto",))
-@pytest.mark.parametrize("case", ["file", "auto", "fae"])
-def test_a_resumed_run_stops_where_the_uninterrupted_one_does(
-    small_config, tmp_path, stop_at, case
-):
-    config = small_config(*STOPS_AT_12, *resumed_runs.CASES[case])
-    whole = run(config, tmp_path / "whole")
-
-    stops = [(7, None), (10, signal.SIGINT), (11, None)]
-    record = resumed_runs.run_and_resume(config, tmp_path / "run", stops, stop_at)
-
-    assert record["stopped_early"] == whole["stopped_early"]
-    assert whole["throughput"]["num_steps"] == 12
-    require_same_run(tmp_path / "run", tmp_path / "whole")
-
-
 @pytest.mark.slow(but=("within an epoch",))
 @pytest.mark.parametrize(
     ("patience", "batch_size"),
@@ -131,15 +115,6 @@ def test_another_metric_begins_anew(small_config, tmp_path, stop_at):
 
     assert record["stopped_early"]["best_step"] >= 9  # the first after the checkpoint at step 8
     assert record["stopped_early"]["step"] == 18
-
-
-def test_a_signal_in_the_step_that_stops_changes_nothing(small_config, tmp_path, stop_at):
-    stop_at((12, signal.SIGINT))
-
-    record = run(small_config(*STOPS_AT_12), tmp_path / "run")
-
-    assert (record["status"], record["stopped_early"]["step"]) == ("finished", 12)
-    assert record["metrics"]["test"] is not None
 
 
 def test_a_callback_of_the_user_ends_training(small_config, tmp_path):

@@ -182,33 +182,3 @@ def test_a_missing_package_is_named_before_data_are_read_or_a_folder_is_made(
         run(small_config(f'callbacks=["{name}"]', data="nowhere"), tmp_path / "run")
 
     assert not (tmp_path / "run").exists()
-
-
-def test_mlflow_itself(small_config, tmp_path, monkeypatch, stop_at):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(tmp_path.joinpath("mlruns").as_uri())
-
-    kill_and_resume(small_config(*SETTINGS), tmp_path / "run", MLflow, stop_at)
-
-    client = mlflow.MlflowClient()
-    (found,) = client.search_runs(["0"])
-    assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
-    losses = client.get_metric_history(found.info.run_id, "train/loss")
-    expected_losses = expected(tmp_path / "run", "train_loss")
-    assert {each.step: each.value for each in losses} == pytest.approx(expected_losses)
-
-
-def test_weights_and_biases_itself(small_config, tmp_path, monkeypatch, stop_at):
-    pytest.importorskip("wandb")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-
-    def make():
-        return WeightsAndBiases(mode="offline")
-
-    kill_and_resume(small_config(*SETTINGS), tmp_path / "run", make, stop_at)
-
-    folders = list((tmp_path / "wandb").glob("offline-run-*"))
-    assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1  # one id
-    assert all(list(folder.glob("*.wandb")) for folder in folders)
