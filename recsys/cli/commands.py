@@ -179,10 +179,10 @@ def _predict(options: argparse.Namespace) -> None:
         batch_size=options.batch_size,
         store=options.store,
     )
-    columns = "row, score and label" if report.has_labels else "row and score"
     print(
         f"{report.path}: {counted(report.num_samples, 'prediction')} in {report.seconds:.1f} s "
-        f"({report.num_samples / report.seconds:,.0f} samples/s); columns {columns}",
+        f"({report.num_samples / report.seconds:,.0f} samples/s); "
+        f"columns {', '.join(report.columns)}",
         *format_unknown({"data": report.unknown}),
         sep="\n",
     )

@@ -160,7 +160,7 @@ def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDAr
 
 
 def open_saved_model(
-    run_dir: str | Path, data: str | None = None, **changes: str
+    run_dir: str | Path, data: str | Path | None = None, **changes: str
 ) -> tuple[TrainConfig, SampleSource, nn.Module]:
     """Open the model of a run and its data.
 
@@ -187,7 +187,7 @@ def open_saved_model(
         folder.require_data(trained.data)
     config = replace(
         trained,
-        data=trained.data if data is None else data,
+        data=trained.data if data is None else str(data),
         # Without what is for training alone. Plain SGD allocates no state, and updates nothing.
         optimizer=OptimizerConfig(),
         dense_optimizer=None,

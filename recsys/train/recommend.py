@@ -20,22 +20,22 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
-from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.numbering import vocabulary_file
 from recsys.datasets.store import GROUPS, Store
 from recsys.datasets.tabular.encode import read_schema
 from recsys.datasets.tabular.read import Frames, TableFiles
 from recsys.datasets.tabular.schema import GROUP, Schema
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
+from recsys.train.answers import new_parquet, values_of_groups, values_of_rows, write_parquet
 from recsys.train.build import autocast
 from recsys.train.evaluate import open_saved_model
 from recsys.train.ranking import Items, ItemScorer, samples_by_group
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
-    import pyarrow as pa
     from numpy.typing import NDArray
 
 __all__ = ["RecommendReport", "Recommender", "recommend_run"]
@@ -89,9 +88,7 @@ class Recommender:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        self._config, source, self._model = open_saved_model(
-            run_dir, None if store is None else str(store)
-        )
+        self._config, source, self._model = open_saved_model(run_dir, store)
         is_good = isinstance(source, Store) and "ranking" in source.meta
         if not is_good or not (Path(self._config.data) / GROUPS).is_file():
             raise ConfigError(
@@ -136,8 +133,6 @@ class Recommender:
                 sample of a user, or the model gives no finite score.
             TypeError: it is no frame.
         """
-        import pyarrow as pa
-
         users = self.users_in(Frames(frame, self.users_schema))
         return pa.concat_tables(self.recommend(users, k, with_seen=with_seen)).to_pandas()
 
@@ -150,8 +145,6 @@ class Recommender:
         Raises:
             DatasetFormatError: the table has no row, lacks the column, or breaks its format.
         """
-        import pyarrow as pa
-
         found = [batch.column(GROUP).cast("large_string").unique() for batch in table.batches()]
         if not found:
             raise DatasetFormatError("a table of users must have at least one row, got none")
@@ -170,8 +163,6 @@ class Recommender:
             DatasetFormatError: the store has no positive sample of a user, or the model gives no
                 finite score.
         """
-        import pyarrow as pa
-
         if k < 1:
             raise ConfigError(f"top must be at least 1, got {k}")
         groups, samples = self._known(users)
@@ -197,8 +188,6 @@ class Recommender:
         Raises:
             DatasetFormatError: there is none of a user.
         """
-        import pyarrow.compute as pc
-
         values = self._group_values.cast("large_string")
         found = pc.index_in(users, value_set=values).fill_null(-1)
         groups = found.to_numpy().astype(np.int32)
@@ -270,14 +259,12 @@ class Recommender:
     @cached_property
     def _group_values(self) -> pa.Array:
         """The value of each group, by its number."""
-        return _values_of(self.store.path / GROUPS)
+        return values_of_groups(self.store)
 
     @cached_property
     def _item_values(self) -> pa.Array:
         """The value of each item, by its row."""
-        name = self.store.feature_tables[self._items.names[0]]
-        number = [table.name for table in self._schema.tables].index(name)
-        return _values_of(vocabulary_file(self.store.path, number))
+        return values_of_rows(self.store, self._items.names[0])
 
 
 def recommend_run(
@@ -308,29 +295,10 @@ def recommend_run(
         FileNotFoundError: a file does not exist.
         StoreError: the store is damaged.
     """
-    from pyarrow import parquet
-
-    out = Path(out)
-    if out.suffix != ".parquet":
-        raise ConfigError(f"recommendations are a Parquet file; give a name in .parquet, got {out}")
-    require_place(out)
-    require_new(out)
+    out = new_parquet(out)
     recommender = Recommender(run_dir, store=store, batch_size=batch_size)
-    begun, num_rows = time.perf_counter(), 0
+    begun = time.perf_counter()
     files = TableFiles(users, recommender.users_schema, with_hash=False)
     asked = recommender.users_in(files)
-    tables = recommender.recommend(asked, k, with_seen=with_seen)
-    first = next(tables)
-    with appearing_whole(out) as file, parquet.ParquetWriter(file, first.schema) as writer:
-        for table in chain([first], tables):
-            writer.write_table(table)
-            num_rows += table.num_rows
+    num_rows = write_parquet(out, recommender.recommend(asked, k, with_seen=with_seen))
     return RecommendReport(out, len(asked), num_rows, time.perf_counter() - begun)
-
-
-def _values_of(file: Path) -> pa.Array:
-    """The column of a vocabulary."""
-    import pyarrow as pa
-
-    with pa.memory_map(str(file)) as source:
-        return pa.ipc.open_file(source).read_all().column("value").combine_chunks()
