@@ -155,9 +155,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from recsys.report import format_metrics, format_unknown
     from recsys.train.evaluate import evaluate_run, unknown_values
 
-    metrics = {
-        split: found.as_dict() for split, found in evaluate_run(options.run, options.data).items()
-    }
+    metrics = evaluate_run(options.run, options.data)
     unknown = unknown_values(options.run, options.data)
     print("\n".join([format_metrics(metrics), *format_unknown(unknown)]))
     if options.json is not None:
@@ -172,7 +170,7 @@ def _predict(options: argparse.Namespace) -> None:
     from recsys.train.predict import predict_run
 
     tune_allocator()
-    report = predict_run(
+    written, unknown = predict_run(
         options.run,
         options.data,
         options.out,
@@ -180,10 +178,10 @@ def _predict(options: argparse.Namespace) -> None:
         store=options.store,
     )
     print(
-        f"{report.path}: {counted(report.num_samples, 'prediction')} in {report.seconds:.1f} s "
-        f"({report.num_samples / report.seconds:,.0f} samples/s); "
-        f"columns {', '.join(report.columns)}",
-        *format_unknown({"data": report.unknown}),
+        f"{options.out}: {counted(written.num_rows, 'prediction')} in {written.seconds:.1f} s "
+        f"({written.num_rows / written.seconds:,.0f} samples/s); "
+        f"columns {', '.join(written.columns)}",
+        *format_unknown({"data": unknown}),
         sep="\n",
     )
 
@@ -195,7 +193,7 @@ def _recommend(options: argparse.Namespace) -> None:
     from recsys.train.recommend import recommend_run
 
     tune_allocator()
-    report = recommend_run(
+    written = recommend_run(
         options.run,
         options.users,
         options.out,
@@ -205,8 +203,7 @@ def _recommend(options: argparse.Namespace) -> None:
         store=options.store,
     )
     print(
-        f"{report.path}: {counted(report.num_rows, 'recommendation')} for "
-        f"{counted(report.num_users, 'user')} in {report.seconds:.1f} s"
+        f"{options.out}: {counted(written.num_rows, 'recommendation')} in {written.seconds:.1f} s"
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -18,7 +19,7 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["new_parquet", "values_of_groups", "values_of_rows", "write_parquet"]
+__all__ = ["Written", "new_parquet", "values_of_groups", "values_of_rows", "write_parquet"]
 
 
 def values_of_groups(store: Store) -> pa.Array:
@@ -52,19 +53,37 @@ def new_parquet(file: str | Path) -> Path:
     return file
 
 
-def write_parquet(file: Path, tables: Iterator[pa.Table], num_at_once: int = 1) -> int:
-    """Write a Parquet file, so many tables as a row group; returns its number of rows.
+class Written(NamedTuple):
+    """A Parquet file.
+
+    Attributes:
+        columns: Their names.
+        num_rows: How many rows.
+        seconds: Time for reading, computing and writing them.
+    """
+
+    columns: list[str]
+    num_rows: int
+    seconds: float
+
+
+def write_parquet(
+    file: Path, tables: Iterator[pa.Table], empty: pa.Table, num_at_once: int = 1
+) -> Written:
+    """Write a Parquet file, so many tables as a row group.
 
     Args:
         file: As `new_parquet` returns it.
-        tables: At least one; those after it get its types.
+        tables: Those after the first get its types.
+        empty: What is written if there are none.
         num_at_once: How many tables are a row group.
     """
-    first, num_rows = next(tables), 0
+    begun, num_rows = time.perf_counter(), 0
+    first = next(tables, empty)
     tables = chain([first], tables)
     with appearing_whole(file) as partial, parquet.ParquetWriter(partial, first.schema) as writer:
         while group := list(islice(tables, num_at_once)):
             table = pa.concat_tables(each.cast(first.schema) for each in group)
             writer.write_table(table)
             num_rows += table.num_rows
-    return num_rows
+    return Written(first.column_names, num_rows, time.perf_counter() - begun)

@@ -6,7 +6,6 @@ that holds positive samples alone outside training has recall and NDCG at k.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.train.baselines import rank_baselines
 from recsys.train.build import autocast, build_model, open_source, require_features_of
-from recsys.train.metrics import Metrics, MetricsAccumulator
+from recsys.train.metrics import MetricsAccumulator
 from recsys.train.progress import LOWER_LR
 from recsys.train.ranking import rank_items
 from recsys.train.ranks import gather, num_ranks, rank
@@ -59,7 +58,7 @@ def evaluate_split(
     *,
     is_divided: bool = False,
     show: bool = False,
-) -> Metrics:
+) -> dict[str, Any]:
     """Metrics over a split, without a ranking.
 
     Args:
@@ -102,7 +101,7 @@ def evaluate_split(
         first = source.splits[split].start
         groups = groups[first : first + accumulator.num_samples]
     found = accumulator.result(groups)
-    if may_be_probabilities and found.num_samples >= 100 and (found.calibration or 0) > 1.2:
+    if may_be_probabilities and found["num_samples"] >= 100 and (found["calibration"] or 0) > 1.2:
         warnings.warn(_NO_LOGITS, stacklevel=3)
     return found
 
@@ -114,8 +113,8 @@ _NO_LOGITS = (
 
 
 def with_ranking(
-    found: Metrics, model: nn.Module, source: SampleSource, split: str, config: EvalConfig
-) -> Metrics:
+    found: dict[str, Any], model: nn.Module, source: SampleSource, split: str, config: EvalConfig
+) -> dict[str, Any]:
     """The metrics of a split with recall and NDCG at k, if the data is to be ranked.
 
     Those of two baselines stand beside them.
@@ -150,7 +149,7 @@ def with_ranking(
             batch_size=config.batch_size,
         )
     baselines = rank_baselines(source, split, config.ranking_k, config.ranking_groups)
-    return dataclasses.replace(found, ranking=ranking, baselines=baselines)
+    return found | ranking | baselines
 
 
 def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:
@@ -212,7 +211,7 @@ def open_saved_model(
     return config, source, model.eval()
 
 
-def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
+def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, dict[str, Any]]:
     """Metrics of a saved model on the test and validation splits, by split.
 
     A split without samples is left out, such as the validation split of a store that

@@ -16,12 +16,10 @@ from the saved model, which may be larger than memory.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, tee
+from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +36,13 @@ from recsys.datasets.tabular.read import Frames
 from recsys.datasets.tabular.schema import GROUP, NO_LABEL
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
-from recsys.train.answers import new_parquet, values_of_groups, values_of_rows, write_parquet
+from recsys.train.answers import (
+    Written,
+    new_parquet,
+    values_of_groups,
+    values_of_rows,
+    write_parquet,
+)
 from recsys.train.build import autocast
 from recsys.train.evaluate import nonzero_counts, open_saved_model, scores_of
 from recsys.train.ranking import Items
@@ -52,30 +56,10 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch
 
-__all__ = ["PredictReport", "Predictor", "predict_run"]
+__all__ = ["Predictor", "predict_run"]
 
 _PREFETCH = 4
 _WRITTEN_ROWS = 1 << 17  # of a row group, at least
-
-
-@dataclass(frozen=True)
-class PredictReport:
-    """What `predict_run` did.
-
-    Attributes:
-        path: The file with the predictions.
-        num_samples: Predictions.
-        columns: Of the file.
-        unknown: How many values of each column share row 0 of their table, because training has
-            them too rarely or not at all; columns without such values are left out.
-        seconds: Time for reading, predicting and writing, without opening the model.
-    """
-
-    path: Path
-    num_samples: int
-    columns: tuple[str, ...]
-    unknown: dict[str, int]
-    seconds: float
 
 
 class Predictor:
@@ -85,6 +69,11 @@ class Predictor:
         run_dir: A run that saved its model.
         store: Where the store of the run is now; default: where it was in training.
         batch_size: Samples per forward pass.
+
+    Attributes:
+        source: The data.
+        group: The column of groups in the data of a store; empty without one.
+        item: The column of the item of drawn negatives; empty where none are drawn.
 
     Raises:
         ConfigError: there is no saved model, it does not fit the data, or `batch_size` is less than
@@ -99,6 +88,9 @@ class Predictor:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self._run_dir, self._batch_size = run_dir, batch_size
         self._config, self.source, self._model = open_saved_model(run_dir, store)
+        schema = self.source.meta.get("schema", {}) if isinstance(self.source, Store) else {}
+        self.group: str = schema.get("group", "")
+        self.item: str = schema.get("negatives", {}).get("item", "")
 
     def predict(self, frame: pd.DataFrame | pa.Table) -> NDArray[np.float32]:
         """The probability of a positive for each row of a frame.
@@ -154,14 +146,14 @@ class Predictor:
         """
         store = self.source
         assert isinstance(store, Store)
-        parts, group, item = self._parts(store.num_samples), _group_of(store), _item_of(store)
+        parts = self._parts(store.num_samples)
         columns: dict[str, Callable[[NDArray[np.int64]], Any]] = {"row": lambda part: part}
-        if group and store.groups is not None and (store.path / GROUPS).is_file():
+        if self.group and store.groups is not None and (store.path / GROUPS).is_file():
             groups, of_groups = store.groups, values_of_groups(store)
-            columns[group] = lambda part: of_groups.take(pa.array(groups[part]))
-        if item:
-            items, of_items = Items(store), values_of_rows(store, item)
-            columns[item] = lambda part: of_items.take(pa.array(items.of_samples(part)))
+            columns[self.group] = lambda part: of_groups.take(pa.array(groups[part]))
+        if self.item:
+            items, of_items = Items(store), values_of_rows(store, self.item)
+            columns[self.item] = lambda part: of_items.take(pa.array(items.of_samples(part)))
             parts = (part[store.labels[part] == 1] for part in parts)  # others are drawn
         parts, again = tee(part for part in parts if len(part))
         ahead = num_read_ahead(_PREFETCH, self._batch_size)
@@ -175,9 +167,7 @@ class Predictor:
         Args:
             blocks: Batches of the store's schema.
         """
-        assert isinstance(self.source, Store)
-        item = _item_of(self.source)
-        names = {GROUP: _group_of(self.source), item: item}
+        names = {GROUP: self.group, self.item: self.item}
 
         def encode() -> Iterator[list[tuple[Batch, pa.Table]]]:
             num_rows = 0
@@ -239,7 +229,7 @@ def predict_run(
     *,
     batch_size: int = 8192,
     store: str | Path | None = None,
-) -> PredictReport:
+) -> tuple[Written, dict[str, int]]:
     """Predict samples with the model of a run, and write a Parquet file.
 
     Args:
@@ -250,6 +240,10 @@ def predict_run(
         out: A new file, with a name that ends in .parquet.
         batch_size: Samples per forward pass.
         store: For files: where the run's store is now; default: where it was in training.
+
+    Returns:
+        What was written; and how many values of each column share row 0 of their table, because
+        training has them too rarely or not at all. Columns without such values are left out.
 
     Raises:
         AlreadyExists: `out` exists.
@@ -269,11 +263,10 @@ def predict_run(
         raise ConfigError(f"--store is for files, and {data[0]} is a store; leave --store out")
     source = data[0] if from_store else store
     predictor = Predictor(run_dir, store=source, batch_size=batch_size)
-    begun = time.perf_counter()
     unknown: Counter[str] = Counter()
     if from_store:
         assert isinstance(predictor.source, Store)
-        has_labels = not _item_of(predictor.source)  # else what is left has label 1
+        has_labels = not predictor.item  # else what is left has label 1
         scored = predictor.scored(predictor.samples(), lambda row: f"store {source}, sample {row}")
         for counts in predictor.source.meta.get("unknown", {}).values():
             unknown.update(counts)
@@ -284,22 +277,5 @@ def predict_run(
         scored = predictor.scored(predictor.encoded(files.batches()), files.place)
     tables = (table if has_labels else table.drop_columns("label") for table in scored)
     empty = pa.table({"row": np.empty(0, np.int64), "score": np.empty(0, np.float32)})
-    first = next(tables, empty)
-    num_samples = write_parquet(out, chain([first], tables), -(-_WRITTEN_ROWS // batch_size))
-    return PredictReport(
-        path=out,
-        num_samples=num_samples,
-        columns=tuple(first.column_names),
-        unknown=nonzero_counts(unknown if from_store else encoder.unknown),
-        seconds=time.perf_counter() - begun,
-    )
-
-
-def _group_of(store: Store) -> str:
-    """The column of a store's groups, in the data that it was made from; empty without one."""
-    return str(store.meta.get("schema", {}).get("group", ""))
-
-
-def _item_of(store: Store) -> str:
-    """The column of the item of drawn negatives; empty where none are drawn."""
-    return str(store.meta.get("schema", {}).get("negatives", {}).get("item", ""))
+    written = write_parquet(out, tables, empty, -(-_WRITTEN_ROWS // batch_size))
+    return written, nonzero_counts(unknown if from_store else encoder.unknown)

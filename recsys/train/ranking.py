@@ -38,7 +38,7 @@ from recsys.embeddings.tables_module import device_of
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
 from recsys.models.retrieval import AbstractRetrievalModel
-from recsys.train.metrics import RankingMetrics, Rankings
+from recsys.train.metrics import Rankings
 from recsys.train.progress import LOWER_LR
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _BLOCK = 1 << 20  # samples whose groups and labels are read at a time
 
 def rank_items(
     model: nn.Module, store: Store, split: str, *, k: int, most_questions: int, batch_size: int
-) -> RankingMetrics:
+) -> dict[str, Any]:
     """Rank all items for the positives of a split; call it without gradients.
 
     Args:
@@ -99,7 +99,7 @@ def rank_by(
     k: int,
     most_questions: int,
     most_at_once: int = _MOST_SCORES,
-) -> RankingMetrics:
+) -> dict[str, Any]:
     """Rank all items by any scores.
 
     Args:

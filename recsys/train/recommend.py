@@ -17,9 +17,6 @@ are mapped from the saved model, which may be larger than memory.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +32,13 @@ from recsys.datasets.tabular.read import Frames, TableFiles
 from recsys.datasets.tabular.schema import GROUP, Schema
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
-from recsys.train.answers import new_parquet, values_of_groups, values_of_rows, write_parquet
+from recsys.train.answers import (
+    Written,
+    new_parquet,
+    values_of_groups,
+    values_of_rows,
+    write_parquet,
+)
 from recsys.train.build import autocast
 from recsys.train.evaluate import open_saved_model
 from recsys.train.ranking import Items, ItemScorer, samples_by_group
@@ -46,26 +49,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-__all__ = ["RecommendReport", "Recommender", "recommend_run"]
+__all__ = ["Recommender", "recommend_run"]
 
 _USERS_AT_ONCE = 512
-
-
-@dataclass(frozen=True)
-class RecommendReport:
-    """What `recommend_run` did.
-
-    Attributes:
-        path: The file with the recommendations.
-        num_users: Users.
-        num_rows: Recommendations.
-        seconds: Time for scoring and writing, without opening the model.
-    """
-
-    path: Path
-    num_users: int
-    num_rows: int
-    seconds: float
 
 
 class Recommender:
@@ -100,6 +86,8 @@ class Recommender:
         self.store = source
         self._schema, self._items = read_schema(source), Items(source)
         self._scorer = ItemScorer(self._model, self._items, batch_size)
+        self._group_values = values_of_groups(source)
+        self._item_values = values_of_rows(source, self._items.names[0])
 
     @property
     def users_schema(self) -> Schema:
@@ -214,7 +202,13 @@ class Recommender:
         Shape:
             results (U, k).
         """
-        asked = self._questions(np.array([self._newest(numbers) for numbers in samples]))
+        times = self.store.times
+        ages = [numbers if times is None else times[numbers] for numbers in samples]
+        newest = [
+            numbers[np.lexsort((numbers, age))[-1]]
+            for numbers, age in zip(samples, ages, strict=True)
+        ]
+        asked = self._questions(np.array(newest))
         seen = self._items.of_samples(np.concatenate(samples))
         askers = np.repeat(np.arange(len(samples)), [len(numbers) for numbers in samples])
         best = torch.full((len(samples), k), -torch.inf)
@@ -235,10 +229,6 @@ class Recommender:
                 best_rows = torch.where(chosen < k, earlier, chosen - k + rows.start)
         return best.numpy(), best_rows.numpy()
 
-    def _newest(self, samples: NDArray[np.int64]) -> int:
-        times = samples if self.store.times is None else self.store.times[samples]
-        return int(samples[np.lexsort((samples, times))[-1]])
-
     def _questions(self, samples: NDArray[np.int64]) -> Batch:
         """Samples, with the item of each added to the histories that list it."""
         batch, histories = self.store.read(samples), self._schema.history
@@ -256,16 +246,6 @@ class Recommender:
         batch.sparse_features = JaggedIds(features.keys(), torch.cat(columns), lengths.cumsum(0))
         return batch
 
-    @cached_property
-    def _group_values(self) -> pa.Array:
-        """The value of each group, by its number."""
-        return values_of_groups(self.store)
-
-    @cached_property
-    def _item_values(self) -> pa.Array:
-        """The value of each item, by its row."""
-        return values_of_rows(self.store, self._items.names[0])
-
 
 def recommend_run(
     run_dir: str | Path,
@@ -276,7 +256,7 @@ def recommend_run(
     with_seen: bool = False,
     batch_size: int = 8192,
     store: str | Path | None = None,
-) -> RecommendReport:
+) -> Written:
     """Recommend items by the model of a run, and write a Parquet file.
 
     Args:
@@ -297,8 +277,6 @@ def recommend_run(
     """
     out = new_parquet(out)
     recommender = Recommender(run_dir, store=store, batch_size=batch_size)
-    begun = time.perf_counter()
-    files = TableFiles(users, recommender.users_schema, with_hash=False)
-    asked = recommender.users_in(files)
-    num_rows = write_parquet(out, recommender.recommend(asked, k, with_seen=with_seen))
-    return RecommendReport(out, len(asked), num_rows, time.perf_counter() - begun)
+    asked = recommender.users_in(TableFiles(users, recommender.users_schema, with_hash=False))
+    tables = recommender.recommend(asked, k, with_seen=with_seen)
+    return write_parquet(out, tables, pa.table({}))
