@@ -7,6 +7,7 @@ that holds positive samples alone outside training has recall and NDCG at k.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from recsys.train.ranks import gather, num_ranks, rank
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = [
     "evaluate_run",
     "evaluate_split",
-    "nonzero_counts",
     "open_saved_model",
     "scores_of",
     "unknown_values",
@@ -102,14 +102,13 @@ def evaluate_split(
         groups = groups[first : first + accumulator.num_samples]
     found = accumulator.result(groups)
     if may_be_probabilities and found["num_samples"] >= 100 and (found["calibration"] or 0) > 1.2:
-        warnings.warn(_NO_LOGITS, stacklevel=3)
+        warnings.warn(
+            "all logits of the model lie in [0, 1], as probabilities do, and its predictions are "
+            "too high; if forward ends with a sigmoid, leave it out: the loss and predictions "
+            "apply one",
+            stacklevel=3,
+        )
     return found
-
-
-_NO_LOGITS = (
-    "all logits of the model lie in [0, 1], as probabilities do, and its predictions are too high; "
-    "if forward ends with a sigmoid, leave it out: the loss and predictions apply one"
-)
 
 
 def with_ranking(
@@ -159,7 +158,7 @@ def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDAr
 
 
 def open_saved_model(
-    run_dir: str | Path, data: str | Path | None = None, **changes: str
+    run_dir: str | Path, data: str | Path | None = None, **changes: Any
 ) -> tuple[TrainConfig, SampleSource, nn.Module]:
     """Open the model of a run and its data.
 
@@ -252,13 +251,9 @@ def unknown_values(run_dir: str | Path, data: str | None = None) -> dict[str, di
     config = RunFolder.open(run_dir).read_config()
     source = open_source(config if data is None else replace(config, data=data), to_train=False)
     counts = source.meta.get("unknown", {}) if isinstance(source, Store) else {}
-    found = {split: nonzero_counts(counts.get(split, {})) for split in ("test", "validation")}
+    # `+` leaves out what is 0.
+    found = {split: dict(+Counter(counts.get(split, {}))) for split in ("test", "validation")}
     return {split: columns for split, columns in found.items() if columns}
-
-
-def nonzero_counts(counts: Mapping[str, int]) -> dict[str, int]:
-    """The counts that are not 0, in their order."""
-    return {name: count for name, count in counts.items() if count}
 
 
 @contextmanager

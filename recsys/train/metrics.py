@@ -32,9 +32,10 @@
     num_unknown_items       relevant items that no ranking holds, because training has no row for
                             them; they count as not found
 
-Metrics are dictionaries of JSON types by these names, as in the run record. Every metric counts each
-sample once: sample weights are not read. AUC is exact: every float32 score is kept, and pairs are
-counted in integers. Sums run in float64.
+Metrics are dictionaries of JSON types by these names, as in the run record.
+
+Every metric counts each sample once: sample weights are not read. AUC is exact: every float32 score
+is kept, and pairs are counted in integers. Sums run in float64.
 
     GAUC           sum over groups of (samples * AUC) / sum over these groups of samples.
                    A group with one kind of label has no AUC, and is left out of both sums

@@ -44,7 +44,7 @@ from recsys.train.answers import (
     write_parquet,
 )
 from recsys.train.build import autocast
-from recsys.train.evaluate import nonzero_counts, open_saved_model, scores_of
+from recsys.train.evaluate import open_saved_model, scores_of
 from recsys.train.ranking import Items
 from recsys.train.run_folder import RunFolder
 
@@ -84,10 +84,9 @@ class Predictor:
     def __init__(
         self, run_dir: str | Path, *, store: str | Path | None = None, batch_size: int = 8192
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        self._run_dir, self._batch_size = run_dir, batch_size
-        self._config, self.source, self._model = open_saved_model(run_dir, store)
+        self._run_dir = run_dir
+        opened = open_saved_model(run_dir, store, batch_size=batch_size)
+        self._config, self.source, self._model = opened
         schema = self.source.meta.get("schema", {}) if isinstance(self.source, Store) else {}
         self.group: str = schema.get("group", "")
         self.item: str = schema.get("negatives", {}).get("item", "")
@@ -156,7 +155,7 @@ class Predictor:
             columns[self.item] = lambda part: of_items.take(pa.array(items.of_samples(part)))
             parts = (part[store.labels[part] == 1] for part in parts)  # others are drawn
         parts, again = tee(part for part in parts if len(part))
-        ahead = num_read_ahead(_PREFETCH, self._batch_size)
+        ahead = num_read_ahead(_PREFETCH, self._config.batch_size)
         with closing(read_ahead(store, parts, ahead)) as found:
             for batch, part in zip(found, again, strict=True):
                 yield batch, pa.table({name: of(part) for name, of in columns.items()})
@@ -218,8 +217,8 @@ class Predictor:
 
     def _parts(self, num_samples: int) -> Iterator[NDArray[np.int64]]:
         """Numbers of samples, by mini-batch."""
-        for begin in range(0, num_samples, self._batch_size):
-            yield np.arange(begin, min(begin + self._batch_size, num_samples))
+        for begin in range(0, num_samples, self._config.batch_size):
+            yield np.arange(begin, min(begin + self._config.batch_size, num_samples))
 
 
 def predict_run(
@@ -278,4 +277,6 @@ def predict_run(
     tables = (table if has_labels else table.drop_columns("label") for table in scored)
     empty = pa.table({"row": np.empty(0, np.int64), "score": np.empty(0, np.float32)})
     written = write_parquet(out, tables, empty, -(-_WRITTEN_ROWS // batch_size))
-    return written, nonzero_counts(unknown if from_store else encoder.unknown)
+    if not from_store:
+        unknown.update(predictor.encoder.unknown)
+    return written, dict(+unknown)  # without those that are 0

@@ -180,7 +180,11 @@ class Items:
         self.come_again: bool = ranking.get("repeats", False)
         table = store.feature_tables[item]
         self.num_rows = store.table_sizes[table]
-        self.first_row = 1 + _has_row_for_missing(store, table)
+        columns = store.meta.get("schema", {}).get("categorical", {})
+        self.first_row = 1 + any(  # row 1 is for missing values, if a column has them apart
+            column.get("missing") == "own" and (column.get("table") or name) == table
+            for name, column in columns.items()
+        )
         ones = [each.name for each in store.features if not each.is_bag]
         self._column = store.sparse[:, ones.index(item)]
         self._catalog = store.catalog
@@ -216,15 +220,6 @@ class Items:
         if features.is_known_one_hot():
             return JaggedIds.from_one_hot(features.keys(), values.view(-1, size))
         return JaggedIds(features.keys(), values, features.offsets())
-
-
-def _has_row_for_missing(store: Store, table: str) -> bool:
-    """Whether row 1 of a table stands for missing values: one of its columns has them apart."""
-    schema = store.meta.get("schema", {})
-    return any(
-        column.get("missing") == "own" and (column.get("table") or name) == table
-        for name, column in schema.get("categorical", {}).items()
-    )
 
 
 def _positives(store: Store, samples: range) -> Iterator[NDArray[np.int64]]:

@@ -72,9 +72,8 @@ class Recommender:
     def __init__(
         self, run_dir: str | Path, *, store: str | Path | None = None, batch_size: int = 8192
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        self._config, source, self._model = open_saved_model(run_dir, store)
+        opened = open_saved_model(run_dir, store, batch_size=batch_size)
+        self._config, source, self._model = opened
         is_good = isinstance(source, Store) and "ranking" in source.meta
         if not is_good or not (Path(self._config.data) / GROUPS).is_file():
             raise ConfigError(

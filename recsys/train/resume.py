@@ -24,7 +24,7 @@ from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -176,23 +176,18 @@ def resumed_config(
     """
     stored = RunFolder(run_dir).config_file
     values = {} if data is None else {"data": data}
-    if stored.is_file():
-        return _changed(stored, read_tree(file, settings) | values)
-    if data is None:
-        raise ConfigError(
-            f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
-            f"--run {as_argument(run_dir)} --resume"
-        )
-    return load_config(file, settings, **values)
-
-
-def _changed(stored: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run with some of its keys changed."""
-    tree, found = read_tree(stored), flat(changes)
-    if found.get("cold_tier") == "host":
+    if not stored.is_file():
+        if data is None:
+            raise ConfigError(
+                f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
+                f"--run {as_argument(run_dir)} --resume"
+            )
+        return load_config(file, settings, **values)
+    tree, changes = read_tree(stored), flat(read_tree(file, settings) | values)
+    if changes.get("cold_tier") == "host":
         tree.pop("cold_path", None)
-    if found.get("early_stopping.patience") == 0:
+    if changes.get("early_stopping.patience") == 0:
         tree.pop("early_stopping", None)
-    for name, value in found.items():
+    for name, value in changes.items():
         put_key(tree, name, value)
     return TrainConfig(**tree)

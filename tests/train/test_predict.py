@@ -313,7 +313,7 @@ def test_what_cannot_be_predicted_is_refused_and_leaves_no_file(tmp_path, clicks
         (".parquet", clicks, file, "--out", tmp_path / "scores.csv"),
         ("missing.csv", clicks, tmp_path / "missing.csv", "--out", out),
         ("bad.csv, line 302", clicks, bad, "--out", out),
-        ("features by table", clicks, store, "--out", out),
+        ("features and their tables", clicks, store, "--out", out),
         ("synthetic:criteo-kaggle", synthetic, file, "--out", out),
         ("schema", of_store, file, "--out", out),
     ):
