@@ -681,7 +681,7 @@ def tables_budget(config: TrainConfig, source: SampleSource) -> str:
         dim, sizes = config.model.embedding_dim, list(source.table_sizes.values())
         of_slot = slot_bytes(dim, dtype, row_optimizer(config.optimizer).state_sizes(dim))
         return str(budget_beside_hot_rows(budget, sizes, dim * dtype.itemsize, of_slot))
-    staleness = config.skip.staleness
+    staleness = getattr(config.skip.settings(seed=0), "staleness", None)
     if staleness is None:
         return config.budget
     tables = [

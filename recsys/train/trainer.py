@@ -279,7 +279,7 @@ class Trainer:
             history_bytes = 0 if after is None else self._resume(after)
             self.folder.continue_run(config, history_bytes)
         self.checkpoints = None
-        if config.checkpoint.is_on:
+        if config.checkpoint.every_seconds or config.checkpoint.every_steps:
             self.checkpoints = Checkpoints(
                 self._checkpoints_folder,
                 model=self.saved,
