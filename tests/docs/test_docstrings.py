@@ -17,20 +17,21 @@ from recsys.config import Keys
 from recsys.errors import MissingDependency
 
 MODULES = (
-    "config",
-    "datasets",
-    "distributed",
-    "embeddings",
-    "errors",
-    "models",
-    "pipeline",
-    "train",
+    "recsys",
+    "recsys.config",
+    "recsys.datasets",
+    "recsys.distributed",
+    "recsys.embeddings",
+    "recsys.errors",
+    "recsys.models",
+    "recsys.pipeline",
+    "recsys.train",
 )
 
 
 def public_objects():
     """The public functions and classes; those of `recsys.distributed` where TorchRec is."""
-    for name in ("recsys", *(f"recsys.{each}" for each in MODULES)):
+    for name in MODULES:
         try:
             with warnings.catch_warnings(action="ignore"):  # of TorchRec
                 module = importlib.import_module(name)
