@@ -29,10 +29,9 @@ def anonymous_bytes():
 
 def carried_out(command, run, out):
     if command == "evaluate":
-        return evaluate_run(run)
+        return {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
     if command.startswith("predict "):
-        written, _ = predict_run(run, [command.removeprefix("predict ")], out, batch_size=64)
-        return written.num_rows
+        return predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
     return export_run(run, command, out) and None
 
 

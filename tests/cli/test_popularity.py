@@ -70,12 +70,3 @@ def test_a_budget_below_the_floor_leaves_no_plan(store, tmp_path, capsys):
 
     assert "budget must be at least" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_rows_counted_on_half_of_the_real_sample_serve_the_other_half(kaggle_137k_store, tmp_path):
-    run_cli("profile", kaggle_137k_store, "--out", tmp_path / "p.npz", "--samples", "0:0.5")
-
-    store = Store(kaggle_137k_store)
-    later = range(store.num_samples // 2, store.num_samples)
-    coverage = PopularityProfile.load(tmp_path / "p.npz").coverage(1859, store, later)
-    assert abs(coverage.lookup_hit_rate - 0.714) < 0.001

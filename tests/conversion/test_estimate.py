@@ -14,7 +14,6 @@ from recsys.embeddings import (
     Adagrad,
     Adam,
     HotColdEmbeddingBag,
-    HotColdEmbeddingBagCollection,
     PartialRowWiseAdam,
     PopularityProfile,
     RowWiseAdagrad,
@@ -129,36 +128,6 @@ def test_the_figures_are_those_of_the_accelerated_model(
     cold_bytes = everything if told.num_slots and cold_tier == "host" else 0
     assert told.dense_bytes == sum(each.nbytes for each in model.top.parameters())
     assert told.host_bytes == told.fast_bytes + cold_bytes + told.dense_bytes
-
-
-@each_optimizer
-@pytest.mark.parametrize("data_type", ["fp32", "bf16"])
-@pytest.mark.parametrize("cold_tier", ["host", "file"])
-def test_the_figures_are_those_of_a_collection_of_recsys(tmp_path, optimizer, data_type, cold_tier):
-    tables = [
-        TableConfig(name=name, num_embeddings=num_rows, embedding_dim=dim, data_type=data_type)
-        for name, (num_rows, dim) in SIZES.items()
-    ]
-    resident = HotColdEmbeddingBagCollection(
-        tables, device=torch.device("meta"), optimizer=optimizer
-    )
-    told = recsys.estimate(resident, "10KiB", cold_tier=cold_tier)
-
-    options = {"cold_path": tmp_path / "rows"} if cold_tier == "file" else {}
-    module = HotColdEmbeddingBagCollection(
-        tables, optimizer=optimizer, budget="10KiB", cold_tier=cold_tier, **options
-    )
-    module(
-        JaggedIds.from_one_hot(list(SIZES), torch.ones(3, 2, dtype=int))
-    ).values().sum().backward()
-
-    assert told.fast_bytes == fast_memory_of(module)
-    assert told.everything_bytes == tables_and_state(module, module.row_optimizer)
-    files = scratch_bytes(tmp_path / "rows")
-    cold_bytes = told.everything_bytes if cold_tier == "host" else 0
-    assert told.host_bytes == told.fast_bytes + cold_bytes
-    assert told.disk_bytes == files
-    assert files in (0, told.everything_bytes)
 
 
 def test_pinned_rows_are_those_that_get_slots():

@@ -59,13 +59,6 @@ def test_both_ways_into_torchrec_keep_the_losses(example, capsys):
     assert last[0] < first[0]
 
 
-def test_without_torchrec_its_example_says_what_is_missing(example, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchrec", None)
-
-    with pytest.raises(SystemExit, match="needs TorchRec: pip install"):
-        example("swap_into_torchrec")
-
-
 def test_each_raw_file_is_prepared_once_and_trained(example, capsys, tmp_path, raw_line):
     def write(name, step):
         lines = [
@@ -128,12 +121,3 @@ def test_a_table_larger_than_the_allowed_memory_is_trained(pytestconfig, tmp_pat
     (used,) = re.findall(r"(\d+) MiB of memory were used for them, 64 allowed", printed)
     assert 0 < int(used) < 64
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_table_of_examples_lists_every_program(pytestconfig):
-    folder = pytestconfig.rootpath / "examples"
-    text = (folder / "README.md").read_text()
-
-    listed = re.findall(r"\[([\w.]+)\]\(\1\)", text)
-
-    assert set(listed) == {file.name for file in folder.iterdir()} - {"README.md", "__pycache__"}

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from recsys.cli import main
-from recsys.config import TrainConfig, load_config, replace
 
 
 @pytest.fixture
@@ -71,21 +70,6 @@ def test_the_page_about_budgets_shows_what_its_commands_print(page, walk, kaggle
     assert records[2]["tiers"] is None
 
 
-def test_getting_started_compares_a_run_with_the_same_on_a_budget(page):
-    text = page("getting-started.md").replace("\\\n", "")
-    lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
-    [recipe] = blocks(page("fast-memory.md"), "toml")
-
-    resident, budget = (
-        load_config(None, re.findall(r"--set (\S+)", line), data="store")
-        for line in lines
-        if "adagrad" in line
-    )
-
-    assert TrainConfig(**tomllib.loads(recipe) | {"data": "store"}) == resident
-    assert replace(resident, budget="8MiB") == budget
-
-
 def test_the_first_run_on_real_data_is_the_one_that_is_shown(
     page, kaggle_137k_run, kaggle_137k_store
 ):
@@ -126,25 +110,3 @@ def test_the_page_about_files_reads_what_is_in_them(page, tmp_path, monkeypatch,
     weight = "sparse_arch.embedding_bag_collection.embedding_bags.t_cat_0.weight"
     np.testing.assert_array_equal(found["full"][weight], found["model"][weight])
     assert tomllib.loads((tmp_path / "run/config.toml").read_text())["budget"] == "256KiB"
-
-
-def test_what_to_change_has_a_line_for_every_setting_that_the_report_names(page):
-    settings = {"schedule", "schedule.lookahead.depth", "prefetch"}
-    _, rows = page("fast-memory.md").split("## What to change")
-    lines = [line for line in rows.split("\n## ")[0].splitlines() if line.startswith("| ")]
-
-    missing = {each for each in settings if not any(f"`{each}=" in line for line in lines)}
-
-    assert missing == set()
-
-
-def test_the_page_about_tables_has_the_commands_of_the_first_page_and_goes_on(page):
-    first, _ = (block for block in blocks(page("../README.md"), "sh") if "recsys inspect" in block)
-    commands = {line.split("  ")[0] for line in first.splitlines()}
-    text = page("tables.md")
-    shown = {line.split("  ")[0] for line in text.splitlines() if line.startswith("recsys ")}
-
-    assert commands <= shown
-    go_on = text[text.index("Go on with") :].split("\n\n")[0]
-    for name in ("callbacks.md", "fast-memory.md", "ablation.md"):
-        assert f"]({name})" in go_on

@@ -38,21 +38,6 @@ def run(tmp_path_factory):
     return SimpleNamespace(folder=folder, models=models, files=files)
 
 
-def test_whole_and_deltas_in_order_give_the_model(run, tmp_path):
-    for last in range(2, 6):
-        files = [run.files / str(number) for number in range(1, last + 1)]
-        recsys("apply", *files, "--out", tmp_path / f"applied{last}")
-        require_equal(load_file(tmp_path / f"applied{last}"), run.models[last])
-    recsys("apply", tmp_path / "applied4", run.files / "5", "--out", tmp_path / "on top")
-    recsys("export", run.folder, *WHOLE, 4, "--out", tmp_path / "four")
-    recsys("export", run.folder, "--since", 1, "--out", tmp_path / "since 1")
-    recsys("apply", run.files / "1", tmp_path / "since 1", "--out", tmp_path / "at once")
-
-    require_equal(load_file(tmp_path / "on top"), run.models[5])
-    require_equal(load_file(tmp_path / "at once"), run.models[5])
-    require_equal(load_file(tmp_path / "four"), run.models[4])
-
-
 def test_a_delta_has_changed_rows_only_and_says_from_where_to_where(run):
     with safe_open(run.files / "3", "pt") as opened:
         metadata = opened.metadata()

@@ -11,7 +11,7 @@ from recsys.datasets import Schema
 from recsys.datasets import write_store as write_store_of_frame
 from recsys.errors import TrainingDiverged
 from tests.commands import recsys
-from tests.train.judged_stores import SMALL_MODEL, write_random_store, write_store
+from tests.train.judged_stores import SMALL_MODEL, write_store
 from tests.train.resumed_runs import evaluated, history, record_of, run
 
 OF_GROUPS = {"gauc", "num_groups", "num_groups_left_out"}
@@ -93,24 +93,6 @@ def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypa
 
     with pytest.warns(UserWarning, match="no room for all tables.* on 'cpu'"):
         assert evaluated(folder) == record["metrics"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("come_again", "k"), [(True, 6), (False, 4)])
-def test_rankings_of_random_items_are_at_the_level_of_chance(tmp_path, come_again, k):
-    store = write_random_store(tmp_path / "store", come_again=come_again)
-    settings = ("optimizer.name=adagrad", "optimizer.lr=0.1", "epochs=10", "eval.every_steps=500")
-    record = run_on(
-        store, tmp_path / "run", *settings, f"eval.ranking_k={k}", "eval.ranking_groups=0"
-    )
-
-    # It knows what each user had in training, which says nothing of the test part.
-    aucs = [line["train_auc"] for line in history(tmp_path / "run") if "train_auc" in line]
-    assert aucs[-1] > 0.7
-    # k of 60 candidates, or of the 40 that are new. Each of 1,000 answers is found with this chance
-    # whatever the ranking, so the standard deviation of the mean is 0.0095.
-    assert record["metrics"]["test"]["num_rankings"] == 1000
-    assert record["metrics"]["test"]["recall_at_k"] == pytest.approx(0.1, abs=0.035)
 
 
 def test_a_store_like_another_of_positives_alone_is_not_ranked(tmp_path):

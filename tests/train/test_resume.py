@@ -13,8 +13,6 @@ from tests.train.resumed_runs import (
     SETTINGS,
     TIERED,
     before_each,
-    history,
-    load_model,
     require_same_run,
     run,
     run_and_resume,
@@ -91,24 +89,6 @@ def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
     run_and_resume(config, tmp_path / "run", [(7, None)], stop_at)
 
     require_same_run(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_path, stop_at):
-    settings = (*TIERED, "schedule=hotline", "schedule.hotline.learning_share=0.1")
-    config = small_config(*SETTINGS, *settings, *LONG)
-    whole = run(config, tmp_path / "whole")
-
-    stops = [(13, signal.SIGINT), (40, None)]
-    record = run_and_resume(config, tmp_path / "run", stops, stop_at)
-
-    expected = load_model(tmp_path / "whole")
-    for key, found in load_model(tmp_path / "run").items():
-        torch.testing.assert_close(found, expected[key], rtol=1e-3, atol=1e-4)
-    ours, theirs = (history(tmp_path / name) for name in ("run", "whole"))
-    assert [each["step"] for each in ours] == [each["step"] for each in theirs]
-    assert record["schedule"]["learning_steps"] == whole["schedule"]["learning_steps"]
-    assert record["schedule"]["num_promoted"] >= whole["schedule"]["num_promoted"] / 2
 
 
 def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path, stop_at):

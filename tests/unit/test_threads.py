@@ -8,7 +8,6 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,45 +59,21 @@ def opened():
         yield watching
 
 
-def leave_a_thread(kept, _):
-    kept.end = threading.Event()
-    kept.thread = threading.Thread(target=kept.end.wait)
-    kept.thread.start()
-    kept.close = lambda: (kept.end.set(), kept.thread.join())
-
-
-def leave_a_file(kept, folder):
-    kept.file = (folder / "file").open("w")
-    kept.close = kept.file.close
-
-
-def leave_a_mapped_file(kept, folder):
-    kept.table = torch.from_file(str(folder / "table"), shared=True, size=9)
-
-
-def leave_a_model(kept, _):
-    kept.bag = HotColdEmbeddingBag(300, 4, optimizer=SGD(lr=0.1), budget=3000)
-
-
-@pytest.mark.parametrize(
-    ("leave", "left"),
-    [
-        (leave_a_thread, {"threads": 1}),
-        (leave_a_file, {"files": 1}),
-        (leave_a_mapped_file, {"mapped files": 1}),
-        (leave_a_model, {"fetchers": 1}),
-    ],
-)
-def test_what_is_left_open_is_found_and_what_is_closed_is_not(opened, tmp_path, leave, left):
-    kept = SimpleNamespace(close=lambda: None)
-    leave(kept, tmp_path)
+def test_what_is_left_open_is_found_and_what_is_closed_is_not(opened, tmp_path):
+    (tmp_path / "table").write_bytes(bytes(36))
+    end, file = threading.Event(), (tmp_path / "file").open("w")
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    table = torch.from_file(str(tmp_path / "table"), shared=True, size=9)
+    bag = HotColdEmbeddingBag(300, 4, optimizer=SGD(lr=0.1), budget=3000)
 
     with pytest.raises(AssertionError, match="a case left behind"):
         opened.require_closed(0.05)
-    found = {what: number for what, number in opened.left.items() if number}
-    kept.close()
-    kept.__dict__.clear()
+    assert {what for what, number in opened.left.items() if number} == set(opened.left)
+    end.set()
+    thread.join()
+    file.close()
+    del table, bag
     opened.require_closed()
 
-    assert found.items() >= left.items()
     assert not any(opened.left.values())

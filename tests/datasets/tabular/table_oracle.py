@@ -211,6 +211,9 @@ class Expected:
                         found += [(row, item) for item in self._negatives(row)]
         return found
 
+    def num_negatives(self):
+        return sum(item is not None for _, item in self.samples)
+
     def has_repeats(self):
         histories = self.schema.get("history", {}).values()
         return any(keys["of"] == self.schema["negatives"]["item"] for keys in histories)

@@ -194,7 +194,9 @@ def test_a_store_is_what_plain_python_works_out(frame, tree, end):
         missing = tree.get("missing_values", [""])[-1] if end else ""
         write_csv(frame, folder / "rows.csv", end, missing)
         pq.write_table(arrow_table(frame), folder / "rows.parquet", row_group_size=7)
-        prepare_table([folder / "rows.csv"], folder / "csv", schema, num_threads=2)
+        report = prepare_table([folder / "rows.csv"], folder / "csv", schema, num_threads=2)
+        num_wanted = expected.num_train * tree.get("negatives", {}).get("per_positive", 0)
+        assert report.num_lacking == num_wanted - expected.num_negatives()
         prepare_table([folder / "rows.parquet"], folder / "parquet", schema)
         write_store([frame.iloc[:5], frame.iloc[5:]], schema, folder / "frames")
         store = Store(folder / "csv")

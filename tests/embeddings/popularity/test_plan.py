@@ -15,7 +15,7 @@ from recsys.embeddings import (
     TableConfig,
     plan_hot_rows,
 )
-from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
+from recsys.errors import BudgetTooSmall, ProfileError
 
 
 def table(name, size, dim, features=(), data_type="fp32"):
@@ -119,20 +119,6 @@ def test_a_slot_is_a_row_its_state_and_what_is_known_of_it(optimizer, data_type,
     assert plan.pinned_bytes == 5 * expected
 
 
-def test_shared_slots_are_those_of_a_window_and_no_more_than_rows():
-    profile = profile_of({"a": [1] * 100, "b": [1] * 30, "c": [1] * 50})
-    tables = [
-        table("u", 100, 4, ("a",)),
-        table("v", 30, 4, ("b",)),
-        table("w", 50, 8, ("c",)),
-    ]
-
-    plan = plan_hot_rows(profile, tables, 5500, window_lookups=40, small_share=0)
-
-    assert plan.num_shared_slots == {(4, "fp32"): 40 + 30, (8, "fp32"): 40}
-    assert plan.shared_bytes == 70 * 27 + 40 * 43
-
-
 def test_a_budget_below_the_floor_is_refused_with_the_floor():
     with pytest.raises(BudgetTooSmall, match=rf"at least {FLOOR}\b"):
         plan_hot_rows(profile_of(COUNTS), [A, B], FLOOR - 1, window_lookups=1)
@@ -213,21 +199,6 @@ def test_a_plan_is_loaded_as_it_was_saved_and_can_be_made_for_another_budget(tmp
     assert pinned(loaded.retarget("8KiB")) == pinned(plan.retarget("8KiB"))
     # A plan's file is that of its counts, too.
     assert PopularityProfile.load(tmp_path / "new" / "plan.npz").num_samples == 1500
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"window_lookups": 0}, "window_lookups must be at least 1"),
-        ({"window_lookups": 100.5}, r"got 100\.5 and"),
-        ({"small_share": "all"}, "got 2048 and 'all'"),
-        ({"small_share": 2}, "got 2048 and 2"),
-        ({"budget": "much"}, "budget must be a number of bytes such as 256MiB"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(more, message):
-    with pytest.raises(ConfigError, match=message):
-        plan_hot_rows(profile_of(COUNTS), [A, B], **({"budget": 500} | more))
 
 
 def test_a_profile_is_no_plan(tmp_path):

@@ -107,16 +107,6 @@ def test_the_same_object_begins_anew_in_another_run(small_config, tmp_path):
     assert [record["stopped_early"]["step"] for record in found] == [12, 12]
 
 
-def test_another_metric_begins_anew(small_config, tmp_path, stop_at):
-    config = small_config(*STOPS_AT_12)
-    other = replace(config, early_stopping=replace(config.early_stopping, metric="accuracy"))
-
-    record = resumed_runs.run_and_resume(config, tmp_path / "run", [(10, None)], stop_at, other)
-
-    assert record["stopped_early"]["best_step"] >= 9  # the first after the checkpoint at step 8
-    assert record["stopped_early"]["step"] == 18
-
-
 def test_a_callback_of_the_user_ends_training(small_config, tmp_path):
     class Stops(Callback):
         def on_validation_end(self, evaluation):

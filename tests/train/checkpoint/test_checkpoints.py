@@ -17,28 +17,6 @@ from tests.train.checkpoint.trainings import (
 )
 
 
-@pytest.mark.parametrize("tier", ["resident", "host", "file"])
-def test_a_restored_training_goes_on_bit_for_bit(tier, tmp_path):
-    training = Training("adagrad", tier, tmp_path / "cold")
-    for number in range(5):
-        training.step(number)
-    state = {"step": 5, "seen": torch.arange(3)}
-    save_checkpoint(tmp_path / "saved", **training.parts, state=state)
-    for number in range(5, 9):
-        training.step(number)
-
-    for other in ("resident", "host", "file"):
-        again = Training("adagrad", other, tmp_path / f"cold of {other}", seed=1)
-        again.step(0)  # is overwritten
-        require_equal(load_checkpoint(tmp_path / "saved", **again.parts), state)
-        again.losses.clear()
-        for number in range(5, 9):
-            again.step(number)
-
-        assert again.losses == training.losses[5:]
-        require_equal(again.snapshot(), training.snapshot())
-
-
 @pytest.mark.parametrize("tier", ["resident", "host"])
 def test_gradients_of_the_weights_before_are_dropped(tier, tmp_path):
     training = Training("adagrad", tier)

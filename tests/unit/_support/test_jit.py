@@ -98,30 +98,6 @@ def test_old_code_is_not_run_if_new_code_could_not_be_written(cache_folder, monk
     assert sum(compiled.stats.cache_misses.values()) == 1
 
 
-def test_processes_that_compile_a_kernel_at_once_do_not_mix_up_its_code(cache_folder, monkeypatch):
-    """Three kernels stand for three processes, which act while another one is saving its code."""
-    of_integers, of_floats, reader = (jit.kernel(_doubled) for _ in range(3))
-    choose, save, found = IndexDataCacheFile._data_name, IndexDataCacheFile._save_data, []
-
-    def choose_while_another_process_saves(file, number):
-        monkeypatch.setattr(IndexDataCacheFile, "_data_name", choose)
-        of_integers(21)
-        return choose(file, number)
-
-    def save_while_another_process_reads(file, name, data):
-        if file is of_floats._cache._cache_file:
-            monkeypatch.setattr(IndexDataCacheFile, "_save_data", save)
-            found.append(reader(1.5))
-        save(file, name, data)
-
-    monkeypatch.setattr(IndexDataCacheFile, "_save_data", save_while_another_process_reads)
-    monkeypatch.setattr(IndexDataCacheFile, "_data_name", choose_while_another_process_saves)
-    of_floats(1.5)
-
-    assert found == [3.0]
-    assert [jit.kernel(_doubled)(1.5), jit.kernel(_doubled)(21)] == [3.0, 42]
-
-
 def test_a_kernel_divides_by_zero_as_numpy_does():
     def divide(dividends, divisor):
         for number in range(len(dividends)):

@@ -1,7 +1,32 @@
 import numpy as np
 
 from recsys.datasets.tabular.encode import Bags, DenseRule, Moments
-from recsys.datasets.tabular.negatives import belongs_to_items, numbers_of
+from recsys.datasets.tabular.negatives import Sampler, belongs_to_items, numbers_of
+from recsys.datasets.tabular.schema import Negatives
+
+
+def sampler_of(groups, items, by):
+    """All rows are for training."""
+    keys = Negatives(item="item", by=by)
+    return Sampler(np.array(items, np.int32), np.array(groups, np.int32), keys, first_row=1)
+
+
+def test_a_rare_item_that_is_the_only_choice_is_found():
+    """Popularity draws it about once in 3,000 times."""
+    items = [1] * 50_000 + [2]
+    sampler = sampler_of([0] * 50_000 + [1], items, "popularity")
+
+    assert sampler.draw(np.arange(20), np.zeros(20, np.int32)).tolist() == [[2] * 4] * 20
+
+
+def test_chances_are_equal_or_by_popularity():
+    items = [1] * 16 + [2] * 81 + [3, 0]
+    groups = [0] * len(items)
+    groups[items.index(0)] = 1  # has no item that is drawn
+    for by, chances in (("uniform", [1, 1, 1]), ("popularity", [8, 27, 1])):
+        drawn = sampler_of(groups, items, by).draw(np.arange(20_000), np.ones(20_000, np.int32))
+        shares = np.bincount(drawn.ravel(), minlength=4)[1:] / drawn.size
+        np.testing.assert_allclose(shares, np.array(chances) / sum(chances), atol=0.01)
 
 
 def belong(items, values):

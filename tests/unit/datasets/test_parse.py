@@ -34,18 +34,6 @@ def lines(draw):
     return "\t".join(fields)
 
 
-def test_values_are_read_missing_ones_as_zero_and_negative_ones_clipped(raw_line):
-    integers = ["", "-3", "0", "2147483647"] + ["7"] * 9
-    categories = ["", "0", "ffffffff", "FfFfFfFf", "1"] + ["05db9164"] * 21
-
-    parsed = parse(raw_line("1", integers, categories) + "\n")
-
-    assert parsed.labels.tolist() == [1]
-    assert parsed.integers.tolist() == [[0, 0, 0, 2147483647] + [7] * 9]
-    expected = [0, 0, 0xFFFFFFFF, 0xFFFFFFFF, 1] + [0x05DB9164] * 21
-    assert parsed.categories[:, 0].tolist() == expected
-
-
 @given(st.lists(st.tuples(lines(), LINE_ENDS), max_size=6))
 def test_the_first_line_that_breaks_a_rule_is_found(pieces):
     text = "".join(line + end for line, end in pieces)

@@ -127,21 +127,6 @@ def test_batches_hold_all_features_in_their_order(store, expected):
             store.read(np.array(outside))
 
 
-def test_arrays_beside_the_batch_are_as_they_were_written(store, expected):
-    np.testing.assert_array_equal(store.groups, expected.groups)
-    np.testing.assert_array_equal(store.times, expected.times)
-    assert store.catalog.tolist() == [[row % 7] for row in range(9)]
-    assert store.features == FEATURES
-    assert store.feature_tables == {
-        "user": "user",
-        "tags": "tag",
-        "item": "item",
-        "history": "item",
-    }
-    assert store.table_sizes == TABLES
-    assert store.describe()["features"] == KEYS
-
-
 def test_a_store_may_have_bags_alone_and_no_dense_features(tmp_path):
     with StoreWriter(
         tmp_path / "store", dense_transform="none", features=[Feature("tags", "tag", "multi")]

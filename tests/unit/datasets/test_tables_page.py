@@ -1,11 +1,10 @@
 import re
-import tomllib
 from typing import get_args
 
 import pytest
 
 from recsys.datasets.tabular import schema as schema_parts
-from recsys.datasets.tabular.schema import Schema, Split, named_schemas
+from recsys.datasets.tabular.schema import Schema, Split
 
 
 def names(kind):
@@ -49,14 +48,3 @@ def test_the_page_lists_every_split_and_its_keys(page):
     assert listed.keys() == kinds.keys()
     for by, kind in kinds.items():
         assert names(kind) - {"by"} <= set(re.findall(r"`(\w+)`", listed[by])), by
-
-
-def test_the_page_names_every_named_schema(page):
-    listed = re.findall(r"^\| `(\w+)` \|", page.split("## Named schemas", 1)[1], re.MULTILINE)
-    assert set(listed) == set(named_schemas())
-
-
-def test_the_schema_of_the_page_is_valid(page):
-    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    schema = Schema.from_dict(tomllib.loads(text))
-    assert (schema.label, list(schema.multi)) == ("click", ["tags"])
