@@ -92,25 +92,6 @@ def test_a_scale_that_is_left_to_a_fused_step_is_refused():
         scaler.step(optimizer)
 
 
-def test_a_closure_computes_the_gradients_that_its_step_uses():
-    (plain, theirs), (model, mine) = runs = pair()
-
-    for each, optimizer in runs:
-        for number in range(3):
-
-            def closure(each=each, optimizer=optimizer, number=number):
-                optimizer.zero_grad()
-                loss = loss_of(each, number)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure) > 0
-
-    exact = {"rtol": 1e-9, "atol": 1e-12}
-    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), **exact)
-    torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), **exact)
-
-
 def test_tables_that_fsdp_divides_are_refused_before_and_after(process_group):
     divided = fully_shard(Towers(), mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match=r"got DTensor; .* recsys\.distributed"):

@@ -1,12 +1,10 @@
-"""Every `model.name` in training: it learns, is saved, evaluated, verified, and ranked."""
+"""Models in training: histories, dims and poolings, keys, and what cannot be built."""
 
 import pytest
-import torch
 
 from recsys.config import load_config
 from recsys.datasets import Store
 from recsys.errors import ConfigError
-from tests.train.judged_stores import write_store
 from tests.train.resumed_runs import evaluated, load_model, require_equal, run
 
 SMALL = (
@@ -48,19 +46,6 @@ class Sum(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_learns(table_store, tmp_path, name):
-    data = str(table_store())
-    for folder, rate in (("before", 0.0), ("after", 0.1)):
-        settings = [*SMALL, *MODELS[name], f"optimizer.lr={rate}"]
-        run(load_config(None, settings, data=data), tmp_path / folder)
-
-    before, after = (load_model(tmp_path / folder) for folder in ("before", "after"))
-    same = [key for key, value in after.items() if torch.equal(value, before[key])]
-    # Not each of the few ReLUs lives.
-    assert not [key for key in same if "bias" not in key]
-
-
 @pytest.mark.slow(but=("hotline-din", "observe.staleness.window=33-din", "fae-tbsm"))
 @pytest.mark.parametrize("name", ["din", "tbsm"])
 @pytest.mark.parametrize(
@@ -89,18 +74,6 @@ def test_sequences_train_with_every_schedule_and_policy(table_store, tmp_path, n
 
     assert record["status"] == "finished"
     assert 0 < record["metrics"]["validation"]["logloss"] < 2
-
-
-@pytest.mark.parametrize("name", ["din", "own"])
-def test_models_of_samples_rank_items(tmp_path, own_class, name):
-    store = write_store(tmp_path / "store", is_ranked=True)
-    model = own_class() if name == "own" else "model.name=din"
-    config = load_config(None, [*SMALL, model, "eval.ranking_k=5"], data=str(store.path))
-
-    record = run(config, tmp_path / "run")
-
-    assert record["metrics"]["test"]["num_rankings"] > 0
-    assert 0 < record["metrics"]["test"]["recall_at_k"] < 1
 
 
 def test_tables_may_have_dims_and_poolings_of_their_own(table_store, tmp_path):

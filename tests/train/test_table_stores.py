@@ -10,7 +10,7 @@ from recsys.config import replace
 from recsys.datasets import Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile
 from tests.commands import options, recsys
-from tests.train.resumed_runs import evaluated, load_model, run
+from tests.train.resumed_runs import load_model, run
 
 BATCH_SIZE = 16
 SETTINGS = (f"batch_size={BATCH_SIZE}", "num_threads=1", "optimizer.lr=0.5")
@@ -100,61 +100,6 @@ def test_training_equals_plain_pytorch(small_config, table_store, tmp_path, prov
         plain.step(samples, 0.5, config.resolved_dense_optimizer.lr)
     for name, value in load_model(tmp_path / "run").items():
         torch.testing.assert_close(value, plain.state[name].detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_every_budget_equals_everything_resident(small_settings, table_store):
-    data = table_store(num_dense=0)
-    names = ("optimizer.name=adagrad", "dense_optimizer.name=adagrad")
-
-    small = [part for part in small_settings if "synthetic" not in part]
-    words = [part for part in small if part != "--set"]
-    printed = recsys("verify", data, *options(*words, *SETTINGS, *names))
-
-    assert printed.count("equal to the last bit") == 2
-
-
-STALENESS = (
-    "share=0.3",
-    "staleness.window=34",
-    "staleness.min_updates=2",
-    "staleness.patience=1",
-    "staleness.count_every=1",
-)
-PAPER = (
-    "budget=8KiB",
-    "batch_size=8",
-    "schedule=fae",
-    "schedule.fae.rate=100",
-    "schedule.fae.adaptive=false",
-    "skip.paper.first_snapshot=2",
-    "skip.paper.window_share=0.3",
-    "skip.paper.sample_share=0.3",
-)
-RUNS = {
-    "hotline": ("budget=6KiB", "schedule=hotline"),
-    "fae": ("budget=6KiB", "schedule=fae"),
-    "subsample": ("epochs=4", *(f"skip.subsample.{key}" for key in STALENESS)),
-    "freeze_rows": ("epochs=4", *(f"skip.freeze_rows.{key}" for key in STALENESS)),
-    "importance": ("epochs=4", "skip.importance.share=0.4", "skip.importance.warm_up=0"),
-    "paper": PAPER,
-}
-
-
-@pytest.mark.slow(but=("fae-2", "subsample-2", "paper-0"))
-@pytest.mark.parametrize("num_dense", [2, 0])
-@pytest.mark.parametrize("case", RUNS)
-@pytest.mark.filterwarnings("ignore:staleness|the guard never compares")
-def test_saved_models_evaluate_as_they_did_at_the_end(
-    small_config, table_store, tmp_path, case, num_dense
-):
-    data = table_store(num_dense=num_dense, has_weights=num_dense > 0)
-
-    record = run(small_config(*SETTINGS, *RUNS[case], data=str(data)), tmp_path / "run")
-
-    assert evaluated(tmp_path / "run") == record["metrics"]
-    if "epochs=4" in RUNS[case]:
-        skipped = record["skipped"]
-        assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0
 
 
 def test_a_profile_counts_the_lookups_of_all_features_of_a_table(table_store):

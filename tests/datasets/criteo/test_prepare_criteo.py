@@ -173,21 +173,6 @@ def test_several_files_are_one_data_set_and_their_ends_are_line_ends(raw_line, t
     assert [source["name"] for source in store.meta["sources"]] == ["one.txt", "two.txt.gz"]
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_blocks_and_threads_leave_no_trace(raw_line, tmp_path, monkeypatch, num_threads):
-    monkeypatch.setattr("recsys.datasets.criteo.BLOCK_BYTES", 1000)
-    text = "".join(
-        raw_line(str(line % 2), [str(line)] * 13, [f"{line * line % 97:x}"] * 26) + "\n"
-        for line in range(300)
-    )
-    raw = tmp_path / "raw.txt"
-    raw.write_text(text)
-
-    store = prepare_kaggle(raw, tmp_path / "store", num_threads=num_threads)
-
-    assert_store_is(store, oracle(text))
-
-
 def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("recsys.datasets.criteo.BLOCK_BYTES", 1000)
     raw = tmp_path / "raw.txt"

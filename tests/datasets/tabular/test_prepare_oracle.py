@@ -136,7 +136,7 @@ def schemas(draw):
     elif split["by"] != "last_one_out":
         split |= shares
     if split["by"] in ("random", "group"):
-        split |= maybe(seed=[3])
+        split["seed"] = 3
     return tree | {"split": split}
 
 

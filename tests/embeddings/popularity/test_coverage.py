@@ -65,16 +65,3 @@ def test_a_sample_is_hot_when_all_its_lookups_are_and_when_it_has_none():
     # Row 1 of "a" alone is hot: sample 0 has it twice and 3 of "b", sample 1 also 2, sample 2 none.
     assert (coverage.lookup_hit_rate, coverage.hot_sample_share) == (3 / 5, 1 / 3)
     assert (coverage.num_distinct_rows, coverage.num_distinct_hot_rows) == (3, 1)
-
-
-def test_the_top_rows_of_the_first_half_serve_the_second_half_of_the_real_sample(kaggle_137k_store):
-    store = Store(kaggle_137k_store)
-    half = store.num_samples // 2
-    profile = PopularityProfile.count(store, range(half))
-
-    coverage = profile.coverage(1859, store, range(half, store.num_samples))
-
-    # The top 1 % of the rows seen in the first half.
-    assert profile.num_rows_seen == 185_915
-    assert abs(coverage.lookup_hit_rate - 0.714) < 0.001
-    assert coverage.num_rows == 1859
