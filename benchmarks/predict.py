@@ -150,10 +150,10 @@ def _predict(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
     out = run_dir.parent / f"scores-{time.monotonic_ns()}.parquet"
     peak = [0.0]
     threading.Thread(target=_watch_memory, args=(peak,), daemon=True).start()
-    report = predict_run(run_dir, [settings["data"]], out, batch_size=settings["batch_size"])
+    written, _ = predict_run(run_dir, [settings["data"]], out, batch_size=settings["batch_size"])
     out.unlink()
     return {
-        "seconds_per_sample": report.seconds / report.num_samples,
+        "seconds_per_sample": written.seconds / written.num_rows,
         "peak_memory_bytes": peak[0],
     }
 

@@ -52,6 +52,7 @@ from recsys.config import (
     flat,
     put_key,
     read_tree,
+    refuse,
     replace,
 )
 from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
@@ -110,36 +111,40 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
         ConfigError: a key is unknown, is set in two places, or has a wrong value.
     """
     tree = read_tree(file, settings)
-    if not isinstance(tree.get("ablate"), dict):
-        raise ConfigError("there is no table [ablate]; it needs seeds, and variations or a grid")
+    rule = f"{file}: there is no table [ablate]; it needs seeds, and variations or a grid"
+    refuse((not isinstance(tree.get("ablate"), dict), rule))
     base = {key: value for key, value in tree.items() if key != "ablate"}
     try:
         keys = AblationKeys(**tree["ablate"])
         variations = _variations(keys)
     except ConfigError as error:
-        raise ConfigError(f"ablate.{error}") from None
-    if keys.baseline and keys.baseline not in variations:
-        raise ConfigError(
-            f"ablate.baseline must name a variation, got {keys.baseline!r}; the variations are "
-            f"{list(variations)[:20]}"
+        raise ConfigError(f"{file}: ablate.{error}") from None
+    refuse(
+        (
+            keys.baseline not in ("", *variations),
+            f"{file}: ablate.baseline must name a variation, got {keys.baseline!r}; the variations "
+            f"are {list(variations)[:20]}",
         )
+    )
     decided = {"seed": "seeds"} | (_TARGET_KEYS if keys.target_auc else {})
     for place, found in {"the base configuration": flat(base), **variations}.items():
         for key in decided.keys() & found:
-            raise ConfigError(f"{place} sets {key}, which ablate.{decided[key]} sets; drop {key}")
+            raise ConfigError(
+                f"{file}: {place} sets {key}, which ablate.{decided[key]} sets; drop {key}"
+            )
     for setting in settings:
         for variation, found in variations.items():
             if _overlapping([setting.partition("=")[0].strip()], found):
                 raise ConfigError(
-                    f"--set {setting} has no effect: variation {variation!r} sets this key; "
-                    "drop the setting, or change the variation"
+                    f"--set {setting} has no effect: variation {variation!r} of {file} sets this "
+                    "key; drop the setting, or change the variation"
                 )
     cells = [
         Cell(
             name=re.sub(r"[^\w.=,+\[\]-]", "_", f"{name}-seed{seed}"),
             variation=name,
             seed=seed,
-            config=_cell_config(keys, {**base, "seed": seed}, name, values),
+            config=_cell_config(file, keys, {**base, "seed": seed}, name, values),
         )
         for seed in keys.seeds
         for name, values in variations.items()
@@ -148,7 +153,7 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
 
 
 def _cell_config(
-    keys: AblationKeys, base: Mapping[str, Any], name: str, values: Mapping[str, Any]
+    file: Path, keys: AblationKeys, base: Mapping[str, Any], name: str, values: Mapping[str, Any]
 ) -> TrainConfig:
     # One model per cell would fill the disk, so models are saved only on request.
     tree = deepcopy({"save_model": False, **base})
@@ -157,7 +162,7 @@ def _cell_config(
             put_key(tree, key, value)
         config = TrainConfig(**tree)
     except ConfigError as error:
-        raise ConfigError(f"variation {name!r}: {error}") from None
+        raise ConfigError(f"{file}: variation {name!r}: {error}") from None
     if not keys.target_auc:
         return config
     every_steps = max(1, keys.eval_every_samples // config.batch_size)
@@ -303,8 +308,8 @@ def ablate(
         # Speeds are compared, so the first number of threads that is chosen holds for all cells.
         free = [cell.name for cell in config.cells if not cell.config.num_threads]
         begun = (_config_of(RunFolder(folder / "cells" / name)) for name in free)
-        num_threads = next((each.num_threads for each in begun if each is not None), 0)
-        num_threads = num_threads or set_num_threads(0).num_threads
+        before = next((each.num_threads for each in begun if each is not None), 0)
+        num_threads = before or set_num_threads(0).num_threads
         try:
             for number, cell in enumerate(config.cells, 1):
                 if found[cell.name] is not None:

@@ -30,6 +30,7 @@ import json
 import reprlib
 import shutil
 import textwrap
+from contextlib import suppress
 from itertools import groupby, pairwise
 from math import cos, pi, prod
 from typing import (
@@ -66,6 +67,7 @@ from recsys.pipeline.skip.policies import (
     Guard,
     Importance,
     Observe,
+    Paper,
     Policy,
     RandomDrop,
     Subsample,
@@ -74,8 +76,6 @@ from recsys.pipeline.skip.policies import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-    from recsys.pipeline.skip.paper import Paper
 
 __all__ = [
     "AblationKeys",
@@ -195,6 +195,23 @@ class Keys(BaseModel):
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from None
 
+    def _require(self, switch: str, *, off: Any, but: str = "") -> Self:
+        """Refuse keys that have no effect while `switch` is off, all others but one; returns self.
+
+        Args:
+            switch: The key that the others need.
+            off: Its value with which they have no effect.
+            but: A key that needs no other.
+        """
+        others = sorted(self.model_dump(exclude_defaults=True).keys() - {switch, but})
+        refuse(
+            (
+                getattr(self, switch) == off and bool(others),
+                f"{', '.join(others)} needs {switch}, which is {off!r}; set it, or drop the key",
+            )
+        )
+        return self
+
 
 class Kinds(Keys):
     """Tables of keys of which one is set at most: its name, the kind, says what is done.
@@ -223,8 +240,12 @@ class Kinds(Keys):
         return next(iter(self.model_fields_set), "")
 
 
-def _refuse(*rules: tuple[bool, str]) -> None:
-    """Raise ConfigError with the text of the first rule that is broken."""
+def refuse(*rules: tuple[bool, str]) -> None:
+    """Raise ConfigError with the text of the first rule that is broken.
+
+    Args:
+        rules: Whether each is broken, and what is said then.
+    """
     for is_broken, text in rules:
         if is_broken:
             raise ConfigError(text)
@@ -286,19 +307,14 @@ class LearningRateConfig(Keys):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        unused = self.model_dump(exclude_defaults=True).keys() - {"warmup_steps", "decay"}
-        _refuse(
-            (
-                self.decay == "none" and bool(unused),
-                f"{', '.join(unused)} needs a decay; set one, or drop the key",
-            ),
+        refuse(
             (
                 0 < self.decay_start < self.warmup_steps,
                 f"decay_start must be at least warmup_steps {self.warmup_steps}, or 0 for the end "
                 f"of warm-up; got {self.decay_start}",
-            ),
+            )
         )
-        return self
+        return self._require("decay", off="none", but="warmup_steps")
 
     def factor(self, step: int, num_steps: int) -> float:
         """Factor of every learning rate in one step.
@@ -365,10 +381,7 @@ class EarlyStoppingConfig(Keys):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        unused = self.model_dump(exclude_defaults=True).keys() - {"patience"}
-        rule = f"{', '.join(unused)} needs patience; set patience, or drop the key"
-        _refuse((not self.patience and bool(unused), rule))
-        return self
+        return self._require("patience", off=0)
 
 
 class CheckpointConfig(Keys):
@@ -379,11 +392,6 @@ class CheckpointConfig(Keys):
 
     every_seconds: float = _key(600.0, "seconds between checkpoints; 0: not by time", ge=0)
     every_steps: _Whole = _key(0, "steps between checkpoints; 0: not by steps")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the run writes checkpoints."""
-        return bool(self.every_seconds or self.every_steps)
 
 
 class SyntheticConfig(Keys):
@@ -498,15 +506,14 @@ class ModelConfig(Keys):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        tables = {"dcn_v2": CrossNetConfig, "din": DINConfig, "tbsm": TBSMConfig}
-        tables |= {"two_tower": TwoTowerConfig, "sasrec": SASRecConfig}
-        for name, table in tables.items():
-            if name == self.name and getattr(self, name) is None:
-                object.__setattr__(self, name, table())
-            is_unread = name != self.name and getattr(self, name) is not None
-            _refuse((is_unread, f"{name} is for name {name!r}, got name {self.name!r}; drop one"))
+        constants = _table_of(type(self), self.name)
+        if constants is not None and getattr(self, self.name) is None:
+            object.__setattr__(self, self.name, constants())
+        for name in _MODELS:
+            is_unread = name != self.name and getattr(self, name, None) is not None
+            refuse((is_unread, f"{name} is for name {name!r}, got name {self.name!r}; drop one"))
         has_bottom = self.name in ("dlrm", "dcn_v2", "deepfm", "tbsm")
-        _refuse(
+        refuse(
             (
                 has_bottom and self.dense_arch[-1] != self.embedding_dim,
                 f"dense_arch must end in embedding_dim {self.embedding_dim}, got "
@@ -612,10 +619,7 @@ class GuardConfig(Keys):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        unused = self.model_dump(exclude_defaults=True).keys() - {"every"}
-        rule = f"{', '.join(unused)} needs a guard; set every above 0, or drop the key"
-        _refuse((not self.every and bool(unused), rule))
-        return self
+        return self._require("every", off=0)
 
 
 class ObserveConfig(Keys):
@@ -695,7 +699,7 @@ class SkipConfig(Kinds):
         self.settings(0)
         return self
 
-    def settings(self, seed: int) -> Policy | Paper | None:
+    def settings(self, seed: int) -> Policy | None:
         """The policy of these keys; None to train on everything.
 
         Args:
@@ -712,17 +716,8 @@ class SkipConfig(Kinds):
         if "guard" in values:
             guard = values["guard"]
             values["guard"] = Guard(**dict(guard)) if guard.every else None
-        if self.kind == "paper":
-            from recsys.pipeline.skip.paper import Paper  # imports PyTorch
-
-            return Paper(**values, seed=seed)
         policy = _POLICIES[self.kind]
         return policy(**values, seed=seed) if hasattr(policy, "seed") else policy(**values)
-
-    @property
-    def staleness(self) -> Staleness | None:
-        """When a row is stale; None for a policy that does not follow the drift of rows."""
-        return getattr(self.settings(0), "staleness", None)
 
 
 _POLICIES: dict[str, Callable[..., Policy]] = {
@@ -732,6 +727,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "subsample": Subsample,
     "importance": Importance,
     "random_drop": RandomDrop,
+    "paper": Paper,
 }
 
 
@@ -833,12 +829,14 @@ class TrainConfig(Keys):
             f"model.pooling.{''.join(averaged[:1])}": averaged,
             f"skip {skip!r}": skip not in ("none", "random_drop"),
         }
-        needing = ", ".join(name for name, is_set in needs_recsys.items() if is_set)
-        _refuse(
-            (
-                bool(needing) and self.embeddings != "recsys",
-                f"{needing} needs embeddings 'recsys', got {self.embeddings!r}; leave it out, or "
-                "choose embeddings 'recsys'",
+        refuse(
+            *(
+                (
+                    bool(is_set) and self.embeddings != "recsys",
+                    f"{name} needs embeddings 'recsys', got {self.embeddings!r}; leave it out, or "
+                    "choose embeddings 'recsys'",
+                )
+                for name, is_set in needs_recsys.items()
             ),
             (
                 self.is_synthetic and self.data != _SYNTHETIC,
@@ -923,7 +921,7 @@ class AblationKeys(Keys):
         grid = flat(self.grid)
         no_list = [key for key, values in grid.items() if not (isinstance(values, list) and values)]
         num_combined = 0 if no_list else prod(map(len, grid.values()))
-        _refuse(
+        refuse(
             (len({*self.seeds}) < len(self.seeds), f"seeds must differ, got {list(self.seeds)}"),
             (len({*names}) < len(names), f"names of variations must differ, got {names}"),
             (not (names or self.grid), "variations or grid must say what varies"),
@@ -992,10 +990,10 @@ def walk_keys(
         first = seen.setdefault(inner, name) if inner.model_fields else name
         if first != name:
             yield key._replace(default="as there", accepts=f"keys as in {first}")
-            continue
-        if issubclass(inner, Kinds):
-            yield key._replace(default=about["derived"] or inner.default_kind)
-        yield from walk_keys(inner, key, seen)
+        else:
+            if issubclass(inner, Kinds):
+                yield key._replace(default=about["derived"] or inner.default_kind)
+            yield from walk_keys(inner, key, seen)
 
 
 def _table_of(keys: type[Keys] | None, name: str) -> type[Keys] | None:
@@ -1106,9 +1104,9 @@ def load_config(
     Raises:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
-    clashing = [text for text in settings if text.partition("=")[0].strip() in values]
-    if clashing:
-        raise ConfigError(f"{clashing[0]} is set elsewhere on the command line; drop one")
+    for text in settings:
+        is_given = text.partition("=")[0].strip() in values
+        refuse((is_given, f"{text} is set elsewhere on the command line; drop one"))
     try:
         return TrainConfig(**read_tree(file, settings) | values)
     except ConfigError as error:
@@ -1139,9 +1137,11 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
             raise ConfigError(f"{file} is not TOML: {error}") from error
     for setting in settings:
         name, equals, text = setting.partition("=")
-        if not equals or not name.strip():
-            raise ConfigError(f"a setting must be key=value, got {setting!r}")
-        put_key(tree, name.strip(), _parse_value(text.strip()))
+        refuse((not (equals and name.strip()), f"a setting must be key=value, got {setting!r}"))
+        value: Any = text.strip()
+        with suppress(ValueError):  # not TOML: a text
+            value = parse_toml(f"value = {value}")["value"]
+        put_key(tree, name.strip(), value)
     return tree
 
 
@@ -1176,10 +1176,3 @@ def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
     present = tree.get(names[-1])
     is_same_kind = isinstance(present, dict) and isinstance(value, str) and value in present
     tree[names[-1]] = present if is_same_kind else value  # the keys of the kind stay
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except ValueError:
-        return text

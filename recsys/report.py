@@ -26,20 +26,22 @@ from base64 import b64encode
 from collections import Counter
 from functools import cache
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from recsys._support.files import appearing_whole, as_argument
 from recsys._support.sizes import format_bytes
-from recsys.config import EvalConfig, TrainConfig, describe_config, flat
+from recsys.config import RANKING_METRICS, EvalConfig, TrainConfig, describe_config, flat, refuse
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
     "METRICS",
@@ -78,6 +80,7 @@ _METRICS_OF_RUNS = (
     "num_rankings",
     "num_unknown_items",
 )
+_BASELINES = ("item_knn", "popularity")
 _FEW = 30  # points of a curve that are marked
 _Curves = dict[str, dict[str, Any]]  # (samples, values), by title and name
 _LEARNED_LITTLE = 0.99  # the normalized entropy of the mean label is 1
@@ -184,17 +187,16 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _outcome(record: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Why a run ended before its last step, and how to go on from there; empty if it did not."""
+def _outcome(record: Mapping[str, Any], run_dir: Path) -> Iterator[str]:
+    """Why a run ended before its last step, and how to go on from there; nothing if it did not."""
     folder, stopped = as_argument(run_dir), record.get("stopped_early")
-    lines = []
     if record["status"] != "finished":
-        lines.append(
+        yield (
             f"{record['status']} at step {record['throughput']['num_steps']:,}; metrics, if there "
             "are any, are those of the last evaluation"
         )
     if record["status"] == "interrupted" and record["checkpoints"] is not None:
-        lines.append(f"continue it by: recsys train --run {folder} --resume")
+        yield f"continue it by: recsys train --run {folder} --resume"
     if stopped is not None:
         reason = f"{stopped.get('callback') or 'a callback'} asked for it"
         if stopped.get("metric") is not None:
@@ -202,10 +204,9 @@ def _outcome(record: Mapping[str, Any], run_dir: Path) -> list[str]:
                 f"the best {stopped['metric']} on the {stopped['split']} split was "
                 f"{stopped['best']:.4f} at step {stopped['best_step']:,}"
             )
-        lines.append(f"stopped early at step {stopped['step']:,}: {reason}")
+        yield f"stopped early at step {stopped['step']:,}: {reason}"
     if record["model_step"] not in (None, record["throughput"]["num_steps"]):
-        lines.append(f"the model is that of the best evaluation, at step {record['model_step']:,}")
-    return lines
+        yield f"the model is that of the best evaluation, at step {record['model_step']:,}"
 
 
 def _tiers(tiers: Mapping[str, Any] | None, budget: str) -> dict[str, str]:
@@ -439,10 +440,11 @@ def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     num_means = Counter(
         metric for metric, _ in {(row["metric"], row["mean"]) for row in record["rows"]}
     )
+    baselines = _baselines(record["cells"])
     titles = {
         metric: column_title(metric, config)
         for metric in METRICS
-        if metric in _ALWAYS or num_means[metric] > 1
+        if metric in _ALWAYS or num_means[metric] > 1 or metric in {of for _, of in baselines}
     }
     note = (
         f"{record['status']}: {len(record['cells'])} of {record['num_cells']} cells, seeds "
@@ -451,7 +453,7 @@ def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
         "table.csv has them."
     )
     cells = {(row["variation"], row["metric"]): _cell(row) for row in record["rows"]}
-    tables = [(note, _lines(titles, cells))]
+    tables = [(note, _lines(titles, cells | baselines))]
     cells = {
         (entry["variation"], entry["metric"]): _difference(entry)
         for entry in record.get("differences", ())
@@ -465,6 +467,18 @@ def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
         titles |= {each: f"{titles[each]}, ratio" for each in _WITH_RATIOS if each in titles}
         tables.append((note, _lines(titles, cells)))
     return tables
+
+
+def _baselines(cells: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
+    """Recall and NDCG of what needs no training, once for each data set; by line and metric."""
+    runs = [cell["run"] for cell in cells if cell["run"]["metrics"]["test"]]
+    by_data = {run["data"]["name"]: run["metrics"]["test"] for run in runs}
+    return {
+        (f"{name} on {data}", metric): format_number(metric, test[f"{name}_{metric}"])
+        for data, test in by_data.items()
+        for name, metric in product(_BASELINES, RANKING_METRICS)
+        if f"{name}_{metric}" in test
+    }
 
 
 def _lines(titles: Mapping[str, str], cells: Mapping[tuple[str, str], str]) -> list[list[str]]:
@@ -484,17 +498,12 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 def _verdict(record: Mapping[str, Any]) -> str:
     """Which variation won, by the interval of its difference from the baseline; "" without one."""
-    config, found = record["config"], list[Any]()
-    for metric in ("auc", "recall_at_k"):
-        found = found or [
-            entry
-            for entry in record.get("differences", ())
-            if entry["metric"] == metric and entry["mean"] is not None
-        ]
+    differences = record.get("differences", ())
+    found = [entry for entry in differences if entry["metric"] in ("auc", "recall_at_k")]
     if not found:
         return ""
-    best = max(found, key=lambda entry: entry["mean"])
-    title, baseline = column_title(best["metric"], config), config["baseline"]
+    best = max(found, key=lambda entry: (entry["metric"] == "auc", entry["mean"]))
+    title, baseline = column_title(best["metric"], record["config"]), best["baseline"]
     if best["low"] is None:
         return f"No variation won: with one seed each, nothing tells {title} from chance."
     if best["low"] > 0:
@@ -515,18 +524,16 @@ def _difference(entry: Mapping[str, Any]) -> str:
     return f"{mean} ({low} to {high})" if has_interval else mean
 
 
-def _notes(record: Mapping[str, Any]) -> list[str]:
+def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     """What is said below the tables of an ablation."""
     cells = record["cells"]
+    for key, values in record["environment"].items():
+        if isinstance(values, list):
+            found = ", ".join(dict.fromkeys(map(_text, values)))
+            yield f"Cells were run with different {key}: {found}."
     diverged = [cell["name"] for cell in cells if cell["run"]["status"] == "diverged"]
-    notes = [
-        f"Cells were run with different {key}: {', '.join(dict.fromkeys(map(_text, value)))}."
-        for key, value in record["environment"].items()
-        if isinstance(value, list)
-    ]
     if diverged:
-        notes.append(f"{len(diverged)} of {len(cells)} cells diverged: {', '.join(diverged)}.")
-    return notes
+        yield f"{len(diverged)} of {len(cells)} cells diverged: {', '.join(diverged)}."
 
 
 def format_ablation(record: Mapping[str, Any]) -> str:
@@ -556,11 +563,13 @@ def write_report(folder: Path) -> Path:
         ConfigError: the folder is neither, has no record yet, or has a damaged record.
     """
     files = [folder / name for name in ("ablate.json", "run.json") if (folder / name).is_file()]
-    if not files:
-        raise ConfigError(
+    refuse(
+        (
+            not files,
             f"{folder} has neither a run.json nor an ablate.json; name the folder of a run or of "
-            "an ablation, after it has ended"
+            "an ablation, after it has ended",
         )
+    )
     try:
         texts = _run_files(folder) if files[0].name == "run.json" else _ablation_files(folder)
     except (RecsysError, OSError):
@@ -586,8 +595,6 @@ def _run_files(folder: Path) -> dict[str, str]:
 
 
 def _ablation_files(folder: Path) -> dict[str, str]:
-    import pandas as pd
-
     record = read_json(folder / "ablate.json")
     config = record["config"]
     page = _page(
@@ -598,7 +605,7 @@ def _ablation_files(folder: Path) -> dict[str, str]:
         _curves_of_variations(record["cells"]),
         summary=_verdict(record),
         tables=_tables(record),
-        notes=_notes(record),
+        notes=list(_notes(record)),
         variations=[
             (name, ", ".join(f"{key} = {_text(value)}" for key, value in keys.items()) or "nothing")
             for name, keys in config["variations"].items()
@@ -652,45 +659,48 @@ def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
 
     Where items were ranked: recall and NDCG, too, beside those of the baselines.
     """
-    import pandas as pd
-
-    training = [entry for entry in history if "train_loss" in entry]
-    evaluated = [entry for entry in history if entry.get(split)]
-    samples, samples_evaluated = (
-        [entry["num_samples"] for entry in entries] for entries in (training, evaluated)
+    training = pd.DataFrame(
+        [entry for entry in history if "train_loss" in entry],
+        columns=["num_samples", "train_loss", "train_auc"],
+        dtype=float,
     )
-    curves: _Curves = {}
-    for title, key, train_key in (("loss", "logloss", "train_loss"), ("AUC", "auc", "train_auc")):
-        reports = pd.Series([entry[train_key] for entry in training], dtype=float)
-        means = reports.rolling(9, center=True, min_periods=1).mean()
-        curves[title] = {
-            "training (before each update), smoothed": (samples, means.tolist()),
-            split: (samples_evaluated, [entry[split][key] for entry in evaluated]),
+    means = training.rolling(9, center=True, min_periods=1).mean()
+    evaluated = pd.DataFrame(
+        [entry[split] | {"at": entry["num_samples"]} for entry in history if entry.get(split)],
+        columns=["at", *_METRICS_OF_RUNS],
+        dtype=float,
+    )
+    curves: _Curves = {
+        title: {
+            "training (before each update), smoothed": (training["num_samples"], means[train_key]),
+            split: (evaluated["at"], evaluated[key]),
         }
-    ranked = [entry for entry in evaluated if "recall_at_k" in entry[split]]
-    samples = [entry["num_samples"] for entry in ranked]
-    for metric in ("recall_at_k", "ndcg_at_k") if ranked else ():
-        names = {split: metric} | {name: f"{name}_{metric}" for name in ("item_knn", "popularity")}
+        for title, key, train_key in (
+            ("loss", "logloss", "train_loss"),
+            ("AUC", "auc", "train_auc"),
+        )
+    }
+    ranked = evaluated.dropna(subset="recall_at_k")
+    for metric in RANKING_METRICS if len(ranked) else ():
+        names = {split: metric} | {name: f"{name}_{metric}" for name in _BASELINES}
         curves[metric.replace("_", " ")] = {
-            name: (samples, [entry[split].get(key) for entry in ranked])
-            for name, key in names.items()
+            name: (ranked["at"], ranked[key]) for name, key in names.items()
         }
     return curves
 
 
 def _curves_of_variations(cells: Sequence[Mapping[str, Any]]) -> _Curves:
     """AUC of each variation: the mean over its cells, as far as all of them have evaluations."""
-    by_variation: dict[str, list[Any]] = {}
-    for cell in cells:
-        by_variation.setdefault(cell["variation"], []).append(cell["curve"])
     curves = {}
-    for name, of_cells in by_variation.items():
-        together = [
-            [(entry["num_samples"], entry["auc"]) for entry in entries]
-            for entries in zip(*of_cells, strict=False)
+    for name in dict.fromkeys(cell["variation"] for cell in cells):
+        of_cells = [
+            pd.DataFrame(cell["curve"], columns=["num_samples", "auc"], dtype=float)
+            for cell in cells
+            if cell["variation"] == name
         ]
-        points = np.array(together, dtype=float).reshape(-1, len(of_cells), 2)  # nan for null
-        curves[name] = points.mean(axis=1).T
+        means = sum(of_cells[1:], of_cells[0]) / len(of_cells)  # nan where one has no evaluation
+        points = means.dropna(subset="num_samples")
+        curves[name] = (points["num_samples"], points["auc"])
     return {"AUC": curves}
 
 

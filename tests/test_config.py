@@ -18,8 +18,7 @@ from recsys.config import (
 )
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
-from recsys.pipeline import DropInput, Importance, Observe, RandomDrop
-from recsys.pipeline.skip.paper import Paper
+from recsys.pipeline import DropInput, Importance, Observe, Paper, RandomDrop
 from recsys.pipeline.skip.policies import Guard
 
 FAE = ("schedule.fae.rate=100", "schedule.fae.adaptive=false", "budget=1MiB")

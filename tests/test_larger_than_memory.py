@@ -29,9 +29,10 @@ def anonymous_bytes():
 
 def carried_out(command, run, out):
     if command == "evaluate":
-        return {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
+        return evaluate_run(run)
     if command.startswith("predict "):
-        return predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
+        written, _ = predict_run(run, [command.removeprefix("predict ")], out, batch_size=64)
+        return written.num_rows
     return export_run(run, command, out) and None
 
 

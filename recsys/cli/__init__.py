@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from recsys._support.user_code import plain_warnings
 from recsys.cli.options import parse
+from recsys.errors import RecsysError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,11 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The process's exit status: 0 done, 2 bad input, 130 interrupted.
     """
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = parse(sys.argv[1:] if arguments is None else arguments)
-        from recsys.cli.commands import run  # takes a second, in which Ctrl-C may come
+        from recsys.cli.commands import COMMANDS  # takes a second, in which Ctrl-C may come
 
-        return run(options)
+        with plain_warnings(f"recsys {options.command}"):
+            return COMMANDS[options.command](options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130  # what shells report for a program that Ctrl-C ended
+    except (RecsysError, OSError) as error:
+        print(f"recsys {options.command}: {error}", file=sys.stderr)
+        return 2

@@ -6,42 +6,26 @@ A command imports that function when it runs: PyTorch takes seconds to import.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from recsys._support.files import as_argument, require_new
+from recsys._support.machine import tune_allocator
 from recsys._support.sizes import counted, format_bytes
-from recsys._support.user_code import plain_warnings
-from recsys.config import load_config
-from recsys.errors import ConfigError, RecsysError
+from recsys.config import load_config, refuse
 from recsys.train.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping
 
-__all__ = ["run"]
+__all__ = ["COMMANDS"]
 
 _INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 # Sets of hot rows whose coverage is printed, as shares of the rows seen.
 _SHARES = (0.001, 0.01, 0.1, 1.0)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run a command; returns the exit status, as `recsys.cli.main`.
-
-    Args:
-        options: As `parse` returns them.
-    """
-    try:
-        with plain_warnings(f"recsys {options.command}"):
-            return _COMMANDS[options.command](options) or 0
-    except (RecsysError, OSError) as error:
-        print(f"recsys {options.command}: {error}", file=sys.stderr)
-        return 2
 
 
 def _warn_if_unfinished(run: str) -> None:
@@ -118,22 +102,31 @@ def _prepare_table(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    if options.dry_run and (options.resume or "RANK" in os.environ):
-        raise ConfigError("--dry-run is for a new run on one process; no --resume, no torchrun")
-    if "RANK" in os.environ and not options.run:
-        raise ConfigError("several processes train in one folder; name it by --run DIR")
+    is_rank = "RANK" in os.environ
+    refuse(
+        (
+            options.dry_run and (options.resume or is_rank),
+            "--dry-run is for a new run on one process; no --resume, no torchrun",
+        ),
+        (
+            is_rank and not options.run,
+            "several processes train in one folder; name it by --run DIR",
+        ),
+        (
+            options.checkpoint is not None and not options.resume,
+            "--checkpoint N is for a run to continue; add --resume",
+        ),
+    )
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
     if options.resume:
         from recsys.train.resume import resumed_config
 
         config = resumed_config(run_dir, options.config, options.set, options.data)
     else:
-        if options.checkpoint is not None:
-            raise ConfigError("--checkpoint N is for a run to continue; add --resume")
         values = {} if options.data is None else {"data": options.data}
         config = load_config(options.config, options.set, **values)
-        if "data" not in config.model_fields_set:
-            raise ConfigError("data is missing; name a store, or synthetic:criteo-kaggle")
+        is_missing = "data" not in config.model_fields_set
+        refuse((is_missing, "data is missing; name a store, or synthetic:criteo-kaggle"))
 
     if options.dry_run:
         from recsys.train.trials import dry_run
@@ -155,9 +148,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from recsys.report import format_metrics, format_unknown
     from recsys.train.evaluate import evaluate_run, unknown_values
 
-    metrics = {
-        split: found.as_dict() for split, found in evaluate_run(options.run, options.data).items()
-    }
+    metrics = evaluate_run(options.run, options.data)
     unknown = unknown_values(options.run, options.data)
     print("\n".join([format_metrics(metrics), *format_unknown(unknown)]))
     if options.json is not None:
@@ -167,23 +158,22 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _predict(options: argparse.Namespace) -> None:
     _warn_if_unfinished(options.run)
 
-    from recsys._support.machine import tune_allocator
     from recsys.report import format_unknown
     from recsys.train.predict import predict_run
 
     tune_allocator()
-    report = predict_run(
+    written, unknown = predict_run(
         options.run,
         options.data,
         options.out,
         batch_size=options.batch_size,
         store=options.store,
     )
-    columns = "row, score and label" if report.has_labels else "row and score"
     print(
-        f"{report.path}: {counted(report.num_samples, 'prediction')} in {report.seconds:.1f} s "
-        f"({report.num_samples / report.seconds:,.0f} samples/s); columns {columns}",
-        *format_unknown({"data": report.unknown}),
+        f"{options.out}: {counted(written.num_rows, 'prediction')} in {written.seconds:.1f} s "
+        f"({written.num_rows / written.seconds:,.0f} samples/s); "
+        f"columns {', '.join(written.columns)}",
+        *format_unknown({"data": unknown}),
         sep="\n",
     )
 
@@ -191,11 +181,10 @@ def _predict(options: argparse.Namespace) -> None:
 def _recommend(options: argparse.Namespace) -> None:
     _warn_if_unfinished(options.run)
 
-    from recsys._support.machine import tune_allocator
     from recsys.train.recommend import recommend_run
 
     tune_allocator()
-    report = recommend_run(
+    written = recommend_run(
         options.run,
         options.users,
         options.out,
@@ -205,19 +194,22 @@ def _recommend(options: argparse.Namespace) -> None:
         store=options.store,
     )
     print(
-        f"{report.path}: {counted(report.num_rows, 'recommendation')} for "
-        f"{counted(report.num_users, 'user')} in {report.seconds:.1f} s"
+        f"{options.out}: {counted(written.num_rows, 'recommendation')} in {written.seconds:.1f} s"
     )
 
 
 def _export(options: argparse.Namespace) -> None:
     number = options.checkpoint
-    if number is not None and options.to != "safetensors":
-        raise ConfigError(f"--checkpoint {number} goes with --to safetensors only; leave it out")
-    if options.quantize is not None and options.to != "torch-export":
-        raise ConfigError(
-            f"--quantize {options.quantize} goes with --to torch-export only; leave it out"
-        )
+    refuse(
+        (
+            number is not None and options.to != "safetensors",
+            f"--checkpoint {number} goes with --to safetensors only; leave it out",
+        ),
+        (
+            options.quantize is not None and options.to != "torch-export",
+            f"--quantize {options.quantize} goes with --to torch-export only; leave it out",
+        ),
+    )
 
     from recsys.train.export import export_checkpoint, export_run
 
@@ -318,7 +310,7 @@ def _plan(options: argparse.Namespace) -> None:
     )
 
 
-_COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int | None]]] = {
+COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int | None]]] = {
     "inspect": _inspect,
     "prepare": _prepare,
     "train": _train,

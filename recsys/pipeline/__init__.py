@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from recsys.pipeline.auto import Auto
     from recsys.pipeline.fae import FAE, HotColdLoader
     from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
-    from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import (
         DropInput,
         FreezeRows,
         Guard,
         Importance,
         Observe,
+        Paper,
         RandomDrop,
         Subsample,
     )
@@ -80,7 +80,7 @@ if not TYPE_CHECKING:
             "Importance": "skip.policies",
             "LookAhead": "schedule",
             "Observe": "skip.policies",
-            "Paper": "skip.paper",
+            "Paper": "skip.policies",
             "RandomDrop": "skip.policies",
             "Sequential": "schedule",
             "Subsample": "skip.policies",

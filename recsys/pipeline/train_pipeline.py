@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from recsys.pipeline.hotline import MicroBatch
-    from recsys.pipeline.skip.paper import Paper
     from recsys.pipeline.skip.policies import Policy
     from recsys.pipeline.window import MiniBatch, Window
 
@@ -115,7 +114,7 @@ class TrainPipeline:
         custom_model_fwd: Callable[[Any], tuple[Tensor, Any]] | None = None,
         clock: StageClock | None = None,
         batch_size: int | None = None,
-        skip: Policy | Paper | None = None,
+        skip: Policy | None = None,
     ) -> None:
         if not isinstance(schedule, Schedule | Auto | None):
             raise TypeError(f"schedule must be one such as LookAhead(), or None, got {schedule!r}")

@@ -56,7 +56,7 @@ def rank_baselines(
     for name, score in scorers.items():
         ranking = rank_by(score, store, split, k=k, most_questions=most_questions)
         for metric in ("recall_at_k", "ndcg_at_k"):
-            found[f"{name}_{metric}"] = getattr(ranking, metric)
+            found[f"{name}_{metric}"] = ranking[metric]
     return found
 
 

@@ -43,6 +43,7 @@ from recsys.batch import (
     Features,
     PooledEmbeddings,
     SampleSource,
+    feature_tables,
     features_by_table,
     histories_of,
 )
@@ -179,14 +180,12 @@ def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None
     Raises:
         ConfigError: features, their tables, the order of tables, or the entry `encoding` differ.
     """
-    found, data = features_by_table(source), record["data"]
-    known: dict[str, list[str]] = {table: [] for table in data["table_sizes"]}
-    for feature in data.get("features", [{"name": name, "table": name} for name in known]):
-        known[feature["table"]].append(feature["name"])
-    expected = {table: tuple(names) for table, names in known.items()}
+    found, data = feature_tables(source), record["data"]
+    known = data.get("features", [{"name": name, "table": name} for name in data["table_sizes"]])
+    expected = {feature["name"]: feature["table"] for feature in known}
     if list(found.items()) != list(expected.items()):
         raise ConfigError(
-            f"{source.describe()['name']}: its features by table must be those of the run, "
+            f"{source.describe()['name']}: its features and their tables must be those of the run, "
             f"{expected}, got {found}; prepare it as the data of the run was prepared"
         )
     encoding = source.meta.get("encoding") if isinstance(source, Store) else None
@@ -682,7 +681,7 @@ def tables_budget(config: TrainConfig, source: SampleSource) -> str:
         dim, sizes = config.model.embedding_dim, list(source.table_sizes.values())
         of_slot = slot_bytes(dim, dtype, row_optimizer(config.optimizer).state_sizes(dim))
         return str(budget_beside_hot_rows(budget, sizes, dim * dtype.itemsize, of_slot))
-    staleness = config.skip.staleness
+    staleness = getattr(config.skip.settings(seed=0), "staleness", None)
     if staleness is None:
         return config.budget
     tables = [

@@ -75,15 +75,6 @@ class Callback:
         """
         return None
 
-    def on_save_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """After the step in which a checkpoint was found complete on the disk.
-
-        Of several processes, once each of them has it, which they find out when they save the next.
-
-        Args:
-            checkpoint: Its `number`, and the `step` and `num_samples` after which it was saved.
-        """
-
     def on_fit_end(self, record: Mapping[str, Any]) -> None:
         """At the end of the run, after its files are written, if `on_train_start` has returned.
 
@@ -485,10 +476,10 @@ class RunCallbacks:
             self._call(name, "on_train_start", run_dir, record)
             self._started.append(name)
 
-    def tell(self, method: str, entry: Mapping[str, Any]) -> None:
-        """Call a method of each callback: "on_report" or "on_save_checkpoint"."""
+    def report(self, entry: Mapping[str, Any]) -> None:
+        """After a report on training."""
         for name in self._callbacks:
-            self._call(name, method, entry)
+            self._call(name, "on_report", entry)
 
     def evaluation(self, entry: Mapping[str, Any]) -> None:
         """After an evaluation during training."""

@@ -6,8 +6,8 @@ that holds positive samples alone outside training has recall and NDCG at k.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,14 @@ from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.train.baselines import rank_baselines
 from recsys.train.build import autocast, build_model, open_source, require_features_of
-from recsys.train.metrics import Metrics, MetricsAccumulator
+from recsys.train.metrics import MetricsAccumulator
 from recsys.train.progress import LOWER_LR
 from recsys.train.ranking import rank_items
 from recsys.train.ranks import gather, num_ranks, rank
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = [
     "evaluate_run",
     "evaluate_split",
-    "nonzero_counts",
     "open_saved_model",
     "scores_of",
     "unknown_values",
@@ -59,7 +58,7 @@ def evaluate_split(
     *,
     is_divided: bool = False,
     show: bool = False,
-) -> Metrics:
+) -> dict[str, Any]:
     """Metrics over a split, without a ranking.
 
     Args:
@@ -102,20 +101,19 @@ def evaluate_split(
         first = source.splits[split].start
         groups = groups[first : first + accumulator.num_samples]
     found = accumulator.result(groups)
-    if may_be_probabilities and found.num_samples >= 100 and (found.calibration or 0) > 1.2:
-        warnings.warn(_NO_LOGITS, stacklevel=3)
+    if may_be_probabilities and found["num_samples"] >= 100 and (found["calibration"] or 0) > 1.2:
+        warnings.warn(
+            "all logits of the model lie in [0, 1], as probabilities do, and its predictions are "
+            "too high; if forward ends with a sigmoid, leave it out: the loss and predictions "
+            "apply one",
+            stacklevel=3,
+        )
     return found
 
 
-_NO_LOGITS = (
-    "all logits of the model lie in [0, 1], as probabilities do, and its predictions are too high; "
-    "if forward ends with a sigmoid, leave it out: the loss and predictions apply one"
-)
-
-
 def with_ranking(
-    found: Metrics, model: nn.Module, source: SampleSource, split: str, config: EvalConfig
-) -> Metrics:
+    found: dict[str, Any], model: nn.Module, source: SampleSource, split: str, config: EvalConfig
+) -> dict[str, Any]:
     """The metrics of a split with recall and NDCG at k, if the data is to be ranked.
 
     Those of two baselines stand beside them.
@@ -150,7 +148,7 @@ def with_ranking(
             batch_size=config.batch_size,
         )
     baselines = rank_baselines(source, split, config.ranking_k, config.ranking_groups)
-    return dataclasses.replace(found, ranking=ranking, baselines=baselines)
+    return found | ranking | baselines
 
 
 def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:
@@ -160,7 +158,7 @@ def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDAr
 
 
 def open_saved_model(
-    run_dir: str | Path, data: str | None = None, **changes: str
+    run_dir: str | Path, data: str | Path | None = None, **changes: Any
 ) -> tuple[TrainConfig, SampleSource, nn.Module]:
     """Open the model of a run and its data.
 
@@ -187,7 +185,7 @@ def open_saved_model(
         folder.require_data(trained.data)
     config = replace(
         trained,
-        data=trained.data if data is None else data,
+        data=trained.data if data is None else str(data),
         # Without what is for training alone. Plain SGD allocates no state, and updates nothing.
         optimizer=OptimizerConfig(),
         dense_optimizer=None,
@@ -212,7 +210,7 @@ def open_saved_model(
     return config, source, model.eval()
 
 
-def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
+def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, dict[str, Any]]:
     """Metrics of a saved model on the test and validation splits, by split.
 
     A split without samples is left out, such as the validation split of a store that
@@ -253,13 +251,9 @@ def unknown_values(run_dir: str | Path, data: str | None = None) -> dict[str, di
     config = RunFolder.open(run_dir).read_config()
     source = open_source(config if data is None else replace(config, data=data), to_train=False)
     counts = source.meta.get("unknown", {}) if isinstance(source, Store) else {}
-    found = {split: nonzero_counts(counts.get(split, {})) for split in ("test", "validation")}
+    # `+` leaves out what is 0.
+    found = {split: dict(+Counter(counts.get(split, {}))) for split in ("test", "validation")}
     return {split: columns for split, columns in found.items() if columns}
-
-
-def nonzero_counts(counts: Mapping[str, int]) -> dict[str, int]:
-    """The counts that are not 0, in their order."""
-    return {name: count for name, count in counts.items() if count}
 
 
 @contextmanager

@@ -85,7 +85,6 @@ from recsys.errors import CheckpointError, ConfigError, WeightsError
 from recsys.models.dlrm import DLRMTrain
 from recsys.train.checkpoint.format import (
     ROWS,
-    Manifest,
     Piece,
     piece_number,
     read_blocks,
@@ -185,19 +184,25 @@ def export_checkpoint(
     with read_together(folder):
         manifest, pieces = read_checkpoint(folder, number)
         metadata = {"checkpoint": str(manifest.number), "checkpoint_id": manifest.id}
-        if since is not None:
-            metadata |= {"since": str(since), "since_id": _id_of(folder, manifest, since)}
-        state = read_state(folder, manifest.deltas[0], is_mapped=True)["model"]
-        dense = {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
-        shapes: _Shapes = {key: (each.dtype, tuple(each.shape)) for key, each in dense.items()}
         changed: dict[str, Tensor] = {}
         if since is not None:
+            ids = dict(manifest.since)
+            if since not in ids:
+                raise CheckpointError(
+                    f"{folder}: what changed between checkpoint {since} and {manifest.number}, the "
+                    f"newest, is not known; the changes since {list(ids)} are; export again after "
+                    "the next checkpoint, or export the whole model"
+                )
+            metadata |= {"since": str(since), "since_id": ids[since]}
             pieces = [
                 piece
                 for piece in pieces
                 if piece.name.startswith("delta") and piece_number(piece.name) > since
             ]
             changed = _changed_rows(folder, pieces)
+        state = read_state(folder, manifest.deltas[0], is_mapped=True)["model"]
+        dense = {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
+        shapes: _Shapes = {key: (each.dtype, tuple(each.shape)) for key, each in dense.items()}
         for key, table in whole_tables(manifest, pieces).items():
             weight, rows = table.arrays["weight"], changed.get(key)
             shapes[key] = (
@@ -279,22 +284,6 @@ def _open(path: Path) -> Any:
             "--to safetensors --checkpoint NUMBER`"
         )
     return file
-
-
-def _id_of(folder: Path, manifest: Manifest, since: int) -> str:
-    """The id of an earlier checkpoint, if what has changed after it is known.
-
-    Raises:
-        CheckpointError: it is not.
-    """
-    ids = dict(manifest.since)
-    if since not in ids:
-        raise CheckpointError(
-            f"{folder}: what changed between checkpoint {since} and {manifest.number}, the newest, "
-            f"is not known; the changes since {list(ids)} are; export again after the next "
-            "checkpoint, or export the whole model"
-        )
-    return ids[since]
 
 
 def _changed_rows(folder: Path, deltas: Sequence[Piece]) -> dict[str, Tensor]:

@@ -1,5 +1,39 @@
 """How good predictions are: AUC, logloss, calibration; GAUC inside groups; recall and NDCG at k.
 
+    of samples
+    auc                     probability that a positive sample has a higher score than a negative
+                            one; a tie counts half; None if all labels are equal
+    auc_standard_error      of `auc` as an estimate from a sample; None with fewer than two positive
+                            or two negative samples; too large for the difference of two models on
+                            the same samples
+    logloss                 mean binary cross-entropy, in nats
+    normalized_entropy      `logloss` divided by the logloss of always predicting the mean label;
+                            None if all labels are equal
+    calibration             mean prediction divided by mean label; None without positive labels
+    accuracy                share of predictions on the right side of 0.5
+    num_samples             number of samples
+    num_positives           those with label 1
+
+    of data with groups
+    gauc                    mean of the groups' AUCs, weighted by their samples; None if no group
+                            has both kinds of label
+    num_groups              groups that `gauc` covers
+    num_groups_left_out     groups with one kind of label
+
+    of rankings of all items
+    recall_at_k             the mean over the groups of the mean over the rankings of a group; None
+                            without a ranking
+    recall_standard_error   of `recall_at_k` as an estimate from a sample of groups; None with fewer
+                            than two groups
+    ndcg_at_k, ndcg_standard_error
+                            the same of NDCG
+    ranking_k               k
+    num_rankings            number of rankings
+    num_unknown_items       relevant items that no ranking holds, because training has no row for
+                            them; they count as not found
+
+Metrics are dictionaries of JSON types by these names, as in the run record.
+
 Every metric counts each sample once: sample weights are not read. AUC is exact: every float32 score
 is kept, and pairs are counted in integers. Sums run in float64.
 
@@ -25,7 +59,6 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,102 +75,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "GroupMetrics",
-    "Metrics",
     "MetricsAccumulator",
-    "RankingMetrics",
     "Rankings",
     "auc",
     "evaluate_groups",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupMetrics:
-    """Quality inside groups of samples.
-
-    Attributes:
-        gauc: Mean of the groups' AUCs, weighted by their samples; None if no group has both kinds
-            of label.
-        num_groups: Groups that `gauc` covers.
-        num_groups_left_out: Groups with one kind of label.
-    """
-
-    gauc: float | None
-    num_groups: int
-    num_groups_left_out: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankingMetrics:
-    """Quality of rankings of all items.
-
-    Attributes:
-        recall_at_k: Recall at `ranking_k`: the mean over the groups of the mean over the rankings
-            of a group; None without a ranking.
-        recall_standard_error: Standard error of `recall_at_k` as an estimate from a sample of
-            groups; None with fewer than two groups.
-        ndcg_at_k, ndcg_standard_error: The same of NDCG.
-        ranking_k: k.
-        num_rankings: Number of rankings.
-        num_unknown_items: Relevant items that no ranking holds, because training has no row for
-            them. They count as not found.
-    """
-
-    recall_at_k: float | None
-    recall_standard_error: float | None
-    ndcg_at_k: float | None
-    ndcg_standard_error: float | None
-    ranking_k: int
-    num_rankings: int
-    num_unknown_items: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """Quality over a set of samples.
-
-    Attributes:
-        auc: Probability that a positive sample has a higher score than a negative one; a tie counts
-            half. None if all labels are equal.
-        auc_standard_error: Standard error of `auc` as an estimate from a sample; None with fewer
-            than two positive or two negative samples. It is too large for the difference of two
-            models on the same samples.
-        logloss: Mean binary cross-entropy, in nats.
-        normalized_entropy: `logloss` divided by the logloss of always predicting the mean label;
-            None if all labels are equal.
-        calibration: Mean prediction divided by mean label; None without positive labels.
-        accuracy: Share of predictions on the right side of 0.5.
-        num_samples: Number of samples.
-        num_positives: Those with label 1.
-        groups: Quality inside groups; None for data without groups.
-        ranking: Quality of rankings of all items; None for data that is not judged by rankings.
-        baselines: Recall and NDCG at k of each baseline of `recsys.train.baselines`, by names such
-            as `item_knn_recall_at_k`; None without a ranking.
-    """
-
-    auc: float | None
-    auc_standard_error: float | None
-    logloss: float
-    normalized_entropy: float | None
-    calibration: float | None
-    accuracy: float
-    num_samples: int
-    num_positives: int
-    groups: GroupMetrics | None = None
-    ranking: RankingMetrics | None = None
-    baselines: dict[str, float | None] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The metrics in JSON types, under the names of the run record.
-
-        Those of `groups`, `ranking` and `baselines` stand beside the others; those that are None
-        are left out.
-        """
-        found = asdict(self)
-        for name in ("groups", "ranking", "baselines"):
-            found |= found.pop(name) or {}
-        return found
 
 
 class MetricsAccumulator:
@@ -174,8 +116,8 @@ class MetricsAccumulator:
         self._logits.append(logits.copy())  # the caller may reuse its array
         self._is_positive.append(is_positive)
 
-    def result(self, groups: NDArray[Any] | None = None) -> Metrics:
-        """Metrics of all samples so far, at least one.
+    def result(self, groups: NDArray[Any] | None = None) -> dict[str, Any]:
+        """The metrics of all samples so far, at least one.
 
         Args:
             groups: The group of each sample, integers (N,); None for data without groups.
@@ -187,17 +129,17 @@ class MetricsAccumulator:
         entropy = None
         if 0 < rate < 1:
             entropy = -rate * np.log(rate) - (1 - rate) * np.log1p(-rate)
-        return Metrics(
-            auc=area_under_curve(positives, negatives),
-            auc_standard_error=_standard_error(positives, negatives),
-            logloss=logloss,
-            normalized_entropy=None if entropy is None else float(logloss / entropy),
-            calibration=self._prediction / self._num_positive if self._num_positive else None,
-            accuracy=self._num_right / self.num_samples,
-            num_samples=self.num_samples,
-            num_positives=self._num_positive,
-            groups=None if groups is None else evaluate_groups(logits, is_positive, groups),
-        )
+        found = {
+            "auc": area_under_curve(positives, negatives),
+            "auc_standard_error": _standard_error(positives, negatives),
+            "logloss": logloss,
+            "normalized_entropy": None if entropy is None else float(logloss / entropy),
+            "calibration": self._prediction / self._num_positive if self._num_positive else None,
+            "accuracy": self._num_right / self.num_samples,
+            "num_samples": self.num_samples,
+            "num_positives": self._num_positive,
+        }
+        return found if groups is None else found | evaluate_groups(logits, is_positive, groups)
 
 
 def _standard_error(positives: NDArray[np.float32], negatives: NDArray[np.float32]) -> float | None:
@@ -217,7 +159,7 @@ def _standard_error(positives: NDArray[np.float32], negatives: NDArray[np.float3
 
 def evaluate_groups(
     scores: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any]
-) -> GroupMetrics:
+) -> dict[str, Any]:
     """GAUC of some samples, at least one.
 
     Shape:
@@ -245,9 +187,8 @@ def evaluate_groups(
     if num_groups:
         aucs = doubled_wins[has_auc] / (2 * num_pairs[has_auc])
         gauc = float(np.average(aucs, weights=(num_positive + num_negative)[has_auc]))
-    return GroupMetrics(
-        gauc=gauc, num_groups=num_groups, num_groups_left_out=len(has_auc) - num_groups
-    )
+    num_left_out = len(has_auc) - num_groups
+    return {"gauc": gauc, "num_groups": num_groups, "num_groups_left_out": num_left_out}
 
 
 class Rankings:
@@ -290,19 +231,19 @@ class Rankings:
         self._found.append((group, len(shown) / num_relevant, ndcg))
         self._num_unknown += num_unknown
 
-    def result(self) -> RankingMetrics:
+    def result(self) -> dict[str, Any]:
         """The metrics of all rankings so far."""
         recall, recall_error = self._mean(1)
         ndcg, ndcg_error = self._mean(2)
-        return RankingMetrics(
-            recall_at_k=recall,
-            recall_standard_error=recall_error,
-            ndcg_at_k=ndcg,
-            ndcg_standard_error=ndcg_error,
-            ranking_k=self._k,
-            num_rankings=len(self._found),
-            num_unknown_items=self._num_unknown,
-        )
+        return {
+            "recall_at_k": recall,
+            "recall_standard_error": recall_error,
+            "ndcg_at_k": ndcg,
+            "ndcg_standard_error": ndcg_error,
+            "ranking_k": self._k,
+            "num_rankings": len(self._found),
+            "num_unknown_items": self._num_unknown,
+        }
 
     def _mean(self, place: int) -> tuple[float | None, float | None]:
         """The mean over the groups of their means, and its standard error."""

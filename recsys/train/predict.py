@@ -1,9 +1,14 @@
 """Predictions of a saved model: for the rows of frames, of files, or for the samples of a store.
 
-    FILE.parquet    row      int64, the number of the sample in the store, or of the row in the
-                             files, from 0 up
-                    score    float32, the probability of a positive
-                    label    int8, 0 or 1, null where it is missing; only where labels are known
+    FILE.parquet    row        int64, the number of the sample in the store, or of the row in the
+                               files, from 0 up
+                    <group>    as in the column of the schema's key group, where there is one
+                    <item>     as in the column of the schema's [negatives], where there is one;
+                               null for a store's items that share row 0 of their table
+                    score      float32, the probability of a positive
+                    label      int8, 0 or 1, null where it is missing; only where labels are known
+
+Negatives that `recsys prepare` has drawn are left out: they are no rows of the user's.
 
 Memory is bounded: data is read, predicted and written block by block. On the CPU, tables are mapped
 from the saved model, which may be larger than memory.
@@ -11,64 +16,50 @@ from the saved model, which may be larger than memory.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import tee
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.loader import num_read_ahead, one_ahead, read_ahead
-from recsys.datasets.store import Store
+from recsys.datasets.store import GROUPS, Store
 from recsys.datasets.store_writer import is_store
+from recsys.datasets.tabular.convert import plain
 from recsys.datasets.tabular.encode import Encoder
 from recsys.datasets.tabular.read import Frames
-from recsys.datasets.tabular.schema import NO_LABEL
+from recsys.datasets.tabular.schema import GROUP, NO_LABEL
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
+from recsys.train.answers import (
+    Written,
+    new_parquet,
+    values_of_groups,
+    values_of_rows,
+    write_parquet,
+)
 from recsys.train.build import autocast
-from recsys.train.evaluate import nonzero_counts, open_saved_model, scores_of
+from recsys.train.evaluate import open_saved_model, scores_of
+from recsys.train.ranking import Items
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import pandas as pd
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from recsys.batch import Batch
 
-__all__ = ["PredictReport", "Predictor", "predict_run"]
+__all__ = ["Predictor", "predict_run"]
 
 _PREFETCH = 4
 _WRITTEN_ROWS = 1 << 17  # of a row group, at least
-
-
-@dataclass(frozen=True)
-class PredictReport:
-    """What `predict_run` did.
-
-    Attributes:
-        path: The file with the predictions.
-        num_samples: Predictions.
-        has_labels: Whether the file has labels.
-        unknown: How many values of each column share row 0 of their table, because training has
-            them too rarely or not at all; columns without such values are left out.
-        seconds: Time for reading, predicting and writing, without opening the model.
-    """
-
-    path: Path
-    num_samples: int
-    has_labels: bool
-    unknown: dict[str, int]
-    seconds: float
 
 
 class Predictor:
@@ -79,6 +70,11 @@ class Predictor:
         store: Where the store of the run is now; default: where it was in training.
         batch_size: Samples per forward pass.
 
+    Attributes:
+        source: The data.
+        group: The column of groups in the data of a store; empty without one.
+        item: The column of the item of drawn negatives; empty where none are drawn.
+
     Raises:
         ConfigError: there is no saved model, it does not fit the data, or `batch_size` is less than
             1.
@@ -88,12 +84,12 @@ class Predictor:
     def __init__(
         self, run_dir: str | Path, *, store: str | Path | None = None, batch_size: int = 8192
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        self._run_dir, self._batch_size = run_dir, batch_size
-        self._config, self.source, self._model = open_saved_model(
-            run_dir, None if store is None else str(store)
-        )
+        self._run_dir = run_dir
+        opened = open_saved_model(run_dir, store, batch_size=batch_size)
+        self._config, self.source, self._model = opened
+        schema = self.source.meta.get("schema", {}) if isinstance(self.source, Store) else {}
+        self.group: str = schema.get("group", "")
+        self.item: str = schema.get("negatives", {}).get("item", "")
 
     def predict(self, frame: pd.DataFrame | pa.Table) -> NDArray[np.float32]:
         """The probability of a positive for each row of a frame.
@@ -117,7 +113,7 @@ class Predictor:
         labels = self.encoder.schema.label_columns
         blocks = Frames(frame, self.encoder.schema, without=labels).batches()
         scored = self.scored(self.encoded(blocks), lambda row: f"row {row} (from 0)")
-        found = [scores for scores, _ in scored]
+        found = [table["score"].to_numpy() for table in scored]
         return np.concatenate(found) if found else np.empty(0, np.float32)
 
     @cached_property
@@ -142,60 +138,87 @@ class Predictor:
             )
         return Encoder(store)
 
-    def samples(self) -> Iterator[Batch]:
-        """The samples of the store, in their order; some mini-batches are read ahead."""
-        parts = self._parts(self.source.num_samples)
-        ahead = num_read_ahead(_PREFETCH, self._batch_size)
-        with closing(read_ahead(self.source, parts, ahead)) as found:
-            yield from found
+    def samples(self) -> Iterator[tuple[Batch, pa.Table]]:
+        """The samples of the store but drawn negatives, in their order; some are read ahead.
 
-    def encoded(self, blocks: Iterator[pa.RecordBatch]) -> Iterator[Batch]:
-        """Rows as mini-batches; a thread reads and encodes the next block meanwhile.
+        Beside each mini-batch stand the columns that its rows of the file begin with.
+        """
+        store = self.source
+        assert isinstance(store, Store)
+        parts = self._parts(store.num_samples)
+        columns: dict[str, Callable[[NDArray[np.int64]], Any]] = {"row": lambda part: part}
+        if self.group and store.groups is not None and (store.path / GROUPS).is_file():
+            groups, of_groups = store.groups, values_of_groups(store)
+            columns[self.group] = lambda part: of_groups.take(pa.array(groups[part]))
+        if self.item:
+            items, of_items = Items(store), values_of_rows(store, self.item)
+            columns[self.item] = lambda part: of_items.take(pa.array(items.of_samples(part)))
+            parts = (part[store.labels[part] == 1] for part in parts)  # others are drawn
+        parts, again = tee(part for part in parts if len(part))
+        ahead = num_read_ahead(_PREFETCH, self._config.batch_size)
+        with closing(read_ahead(store, parts, ahead)) as found:
+            for batch, part in zip(found, again, strict=True):
+                yield batch, pa.table({name: of(part) for name, of in columns.items()})
+
+    def encoded(self, blocks: Iterator[pa.RecordBatch]) -> Iterator[tuple[Batch, pa.Table]]:
+        """Rows as mini-batches, as of `samples`; a thread reads and encodes the next block.
 
         Args:
             blocks: Batches of the store's schema.
         """
+        names = {GROUP: self.group, self.item: self.item}
 
-        def encode() -> Iterator[list[Batch]]:
+        def encode() -> Iterator[list[tuple[Batch, pa.Table]]]:
+            num_rows = 0
             for block in blocks:
                 rows = self.encoder.encode(block)
-                yield [rows.take(part).as_batch() for part in self._parts(block.num_rows)]
+                columns: dict[str, Any] = {"row": np.arange(num_rows, num_rows + block.num_rows)}
+                for column, name in names.items():
+                    if column in block.schema.names:
+                        columns[name] = plain(block.column(column))
+                table = pa.table(columns)
+                num_rows += block.num_rows
+                yield [
+                    (rows.take(part).as_batch(), table.slice(part[0], len(part)))
+                    for part in self._parts(block.num_rows)
+                ]
 
         with closing(one_ahead(encode(), "recsys-load")) as found:
             for batches in found:
                 yield from batches
 
     def scored(
-        self, batches: Iterator[Batch], place: Callable[[int], str]
-    ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int8]]]:
-        """The probabilities and labels of each mini-batch.
+        self, batches: Iterator[tuple[Batch, pa.Table]], place: Callable[[int], str]
+    ) -> Iterator[pa.Table]:
+        """The columns of each mini-batch, then the probabilities `score`, and `label`.
 
         Args:
-            batches: The mini-batches.
-            place: Words for a sample, by its number.
+            batches: Mini-batches, and the columns before the scores; the first is `row`.
+            place: Words for a row, by its number.
 
         Raises:
-            DatasetFormatError: the model gives a sample no finite score.
+            DatasetFormatError: the model gives a row no finite score.
             IdOutOfRange: a row is not one of its table.
         """
-        num_samples = 0
-        for batch in batches:
+        for batch, columns in batches:
             with torch.no_grad(), autocast(self._config):
                 logits, labels = scores_of(self._model, batch)
             is_bad = ~np.isfinite(logits)
             if is_bad.any():
                 raise DatasetFormatError(
-                    f"{place(num_samples + int(np.argmax(is_bad)))}: a score must be finite, and "
-                    "the model gives none for this row; correct its dense features, or leave it out"
+                    f"{place(columns['row'][np.argmax(is_bad)].as_py())}: a score must be finite, "
+                    "and the model gives none for this row; correct its dense features, or leave "
+                    "it out"
                 )
-            yield torch.sigmoid(torch.from_numpy(logits)).numpy(), labels.astype(np.int8)
-            num_samples += len(logits)
+            scores = pa.array(torch.sigmoid(torch.from_numpy(logits)).numpy())
+            known = pa.array(labels.astype(np.int8), mask=labels == NO_LABEL)
+            yield columns.append_column("score", scores).append_column("label", known)
         check_input(self._model)
 
     def _parts(self, num_samples: int) -> Iterator[NDArray[np.int64]]:
         """Numbers of samples, by mini-batch."""
-        for begin in range(0, num_samples, self._batch_size):
-            yield np.arange(begin, min(begin + self._batch_size, num_samples))
+        for begin in range(0, num_samples, self._config.batch_size):
+            yield np.arange(begin, min(begin + self._config.batch_size, num_samples))
 
 
 def predict_run(
@@ -205,7 +228,7 @@ def predict_run(
     *,
     batch_size: int = 8192,
     store: str | Path | None = None,
-) -> PredictReport:
+) -> tuple[Written, dict[str, int]]:
     """Predict samples with the model of a run, and write a Parquet file.
 
     Args:
@@ -216,6 +239,10 @@ def predict_run(
         out: A new file, with a name that ends in .parquet.
         batch_size: Samples per forward pass.
         store: For files: where the run's store is now; default: where it was in training.
+
+    Returns:
+        What was written; and how many values of each column share row 0 of their table, because
+        training has them too rarely or not at all. Columns without such values are left out.
 
     Raises:
         AlreadyExists: `out` exists.
@@ -229,22 +256,17 @@ def predict_run(
         StoreError: the store is damaged, or files are given and the run's store was not made from a
             table.
     """
-    out = Path(out)
-    if out.suffix != ".parquet":
-        raise ConfigError(f"predictions are a Parquet file; give a name in .parquet, got {out}")
-    require_place(out)
-    require_new(out)
+    out = new_parquet(out)
     from_store = len(data) == 1 and is_store(Path(data[0]))
     if from_store and store is not None:
         raise ConfigError(f"--store is for files, and {data[0]} is a store; leave --store out")
     source = data[0] if from_store else store
     predictor = Predictor(run_dir, store=source, batch_size=batch_size)
-    begun = time.perf_counter()
     unknown: Counter[str] = Counter()
     if from_store:
-        has_labels = True
-        scored = predictor.scored(predictor.samples(), lambda row: f"store {source}, sample {row}")
         assert isinstance(predictor.source, Store)
+        has_labels = not predictor.item  # else what is left has label 1
+        scored = predictor.scored(predictor.samples(), lambda row: f"store {source}, sample {row}")
         for counts in predictor.source.meta.get("unknown", {}).values():
             unknown.update(counts)
     else:
@@ -252,37 +274,9 @@ def predict_run(
         files = encoder.files(data)
         has_labels = encoder.schema.label in files.columns
         scored = predictor.scored(predictor.encoded(files.batches()), files.place)
-    with appearing_whole(out) as file:
-        num_samples = _write(scored, file, has_labels, -(-_WRITTEN_ROWS // batch_size))
-    return PredictReport(
-        path=out,
-        num_samples=num_samples,
-        has_labels=has_labels,
-        unknown=nonzero_counts(unknown if from_store else encoder.unknown),
-        seconds=time.perf_counter() - begun,
-    )
-
-
-def _write(
-    scored: Iterator[tuple[NDArray[np.float32], NDArray[np.int8]]],
-    file: Path,
-    has_labels: bool,
-    num_batches: int,
-) -> int:
-    """Write all predictions, so many mini-batches as a row group; returns how many they are."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    fields = [pa.field("row", pa.int64(), False), pa.field("score", pa.float32(), False)]
-    if has_labels:
-        fields.append(pa.field("label", pa.int8()))
-    num_samples = 0
-    with parquet.ParquetWriter(file, pa.schema(fields), use_dictionary=False) as writer:
-        while group := list(islice(scored, num_batches)):
-            scores, labels = (np.concatenate(arrays) for arrays in zip(*group, strict=True))
-            rows = np.arange(num_samples, num_samples + len(scores))
-            arrays = [pa.array(rows), pa.array(scores), pa.array(labels, mask=labels == NO_LABEL)]
-            table = pa.Table.from_arrays(arrays[: len(fields)], schema=pa.schema(fields))
-            writer.write_table(table)
-            num_samples += len(scores)
-    return num_samples
+    tables = (table if has_labels else table.drop_columns("label") for table in scored)
+    empty = pa.table({"row": np.empty(0, np.int64), "score": np.empty(0, np.float32)})
+    written = write_parquet(out, tables, empty, -(-_WRITTEN_ROWS // batch_size))
+    if not from_store:
+        unknown.update(predictor.encoder.unknown)
+    return written, dict(+unknown)  # without those that are 0

@@ -160,7 +160,7 @@ class Progress:
             "train_auc": auc(logits, labels) if isfinite(loss) else None,
         }
         self._folder.append_history(entry)
-        self._callbacks.tell("on_report", entry)
+        self._callbacks.report(entry)
         self._measured |= {"loss": loss, "auc": entry["train_auc"]}
         shown = {name: f"{value:.4f}" for name, value in self._measured.items() if value}
         shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"

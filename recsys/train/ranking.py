@@ -38,7 +38,7 @@ from recsys.embeddings.tables_module import device_of
 from recsys.errors import TrainingDiverged
 from recsys.models.archs import AbstractPooledModel
 from recsys.models.retrieval import AbstractRetrievalModel
-from recsys.train.metrics import RankingMetrics, Rankings
+from recsys.train.metrics import Rankings
 from recsys.train.progress import LOWER_LR
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _BLOCK = 1 << 20  # samples whose groups and labels are read at a time
 
 def rank_items(
     model: nn.Module, store: Store, split: str, *, k: int, most_questions: int, batch_size: int
-) -> RankingMetrics:
+) -> dict[str, Any]:
     """Rank all items for the positives of a split; call it without gradients.
 
     Args:
@@ -99,7 +99,7 @@ def rank_by(
     k: int,
     most_questions: int,
     most_at_once: int = _MOST_SCORES,
-) -> RankingMetrics:
+) -> dict[str, Any]:
     """Rank all items by any scores.
 
     Args:
@@ -180,7 +180,11 @@ class Items:
         self.come_again: bool = ranking.get("repeats", False)
         table = store.feature_tables[item]
         self.num_rows = store.table_sizes[table]
-        self.first_row = 1 + _has_row_for_missing(store, table)
+        columns = store.meta.get("schema", {}).get("categorical", {})
+        self.first_row = 1 + any(  # row 1 is for missing values, if a column has them apart
+            column.get("missing") == "own" and (column.get("table") or name) == table
+            for name, column in columns.items()
+        )
         ones = [each.name for each in store.features if not each.is_bag]
         self._column = store.sparse[:, ones.index(item)]
         self._catalog = store.catalog
@@ -216,15 +220,6 @@ class Items:
         if features.is_known_one_hot():
             return JaggedIds.from_one_hot(features.keys(), values.view(-1, size))
         return JaggedIds(features.keys(), values, features.offsets())
-
-
-def _has_row_for_missing(store: Store, table: str) -> bool:
-    """Whether row 1 of a table stands for missing values: one of its columns has them apart."""
-    schema = store.meta.get("schema", {})
-    return any(
-        column.get("missing") == "own" and (column.get("table") or name) == table
-        for name, column in schema.get("categorical", {}).items()
-    )
 
 
 def _positives(store: Store, samples: range) -> Iterator[NDArray[np.int64]]:

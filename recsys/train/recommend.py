@@ -17,25 +17,28 @@ are mapped from the saved model, which may be larger than memory.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
-from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.numbering import vocabulary_file
 from recsys.datasets.store import GROUPS, Store
 from recsys.datasets.tabular.encode import read_schema
 from recsys.datasets.tabular.read import Frames, TableFiles
 from recsys.datasets.tabular.schema import GROUP, Schema
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
+from recsys.train.answers import (
+    Written,
+    new_parquet,
+    values_of_groups,
+    values_of_rows,
+    write_parquet,
+)
 from recsys.train.build import autocast
 from recsys.train.evaluate import open_saved_model
 from recsys.train.ranking import Items, ItemScorer, samples_by_group
@@ -44,29 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import pandas as pd
-    import pyarrow as pa
     from numpy.typing import NDArray
 
-__all__ = ["RecommendReport", "Recommender", "recommend_run"]
+__all__ = ["Recommender", "recommend_run"]
 
 _USERS_AT_ONCE = 512
-
-
-@dataclass(frozen=True)
-class RecommendReport:
-    """What `recommend_run` did.
-
-    Attributes:
-        path: The file with the recommendations.
-        num_users: Users.
-        num_rows: Recommendations.
-        seconds: Time for scoring and writing, without opening the model.
-    """
-
-    path: Path
-    num_users: int
-    num_rows: int
-    seconds: float
 
 
 class Recommender:
@@ -87,11 +72,8 @@ class Recommender:
     def __init__(
         self, run_dir: str | Path, *, store: str | Path | None = None, batch_size: int = 8192
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        self._config, source, self._model = open_saved_model(
-            run_dir, None if store is None else str(store)
-        )
+        opened = open_saved_model(run_dir, store, batch_size=batch_size)
+        self._config, source, self._model = opened
         is_good = isinstance(source, Store) and "ranking" in source.meta
         if not is_good or not (Path(self._config.data) / GROUPS).is_file():
             raise ConfigError(
@@ -103,6 +85,8 @@ class Recommender:
         self.store = source
         self._schema, self._items = read_schema(source), Items(source)
         self._scorer = ItemScorer(self._model, self._items, batch_size)
+        self._group_values = values_of_groups(source)
+        self._item_values = values_of_rows(source, self._items.names[0])
 
     @property
     def users_schema(self) -> Schema:
@@ -136,8 +120,6 @@ class Recommender:
                 sample of a user, or the model gives no finite score.
             TypeError: it is no frame.
         """
-        import pyarrow as pa
-
         users = self.users_in(Frames(frame, self.users_schema))
         return pa.concat_tables(self.recommend(users, k, with_seen=with_seen)).to_pandas()
 
@@ -150,8 +132,6 @@ class Recommender:
         Raises:
             DatasetFormatError: the table has no row, lacks the column, or breaks its format.
         """
-        import pyarrow as pa
-
         found = [batch.column(GROUP).cast("large_string").unique() for batch in table.batches()]
         if not found:
             raise DatasetFormatError("a table of users must have at least one row, got none")
@@ -170,8 +150,6 @@ class Recommender:
             DatasetFormatError: the store has no positive sample of a user, or the model gives no
                 finite score.
         """
-        import pyarrow as pa
-
         if k < 1:
             raise ConfigError(f"top must be at least 1, got {k}")
         groups, samples = self._known(users)
@@ -197,8 +175,6 @@ class Recommender:
         Raises:
             DatasetFormatError: there is none of a user.
         """
-        import pyarrow.compute as pc
-
         values = self._group_values.cast("large_string")
         found = pc.index_in(users, value_set=values).fill_null(-1)
         groups = found.to_numpy().astype(np.int32)
@@ -225,7 +201,13 @@ class Recommender:
         Shape:
             results (U, k).
         """
-        asked = self._questions(np.array([self._newest(numbers) for numbers in samples]))
+        times = self.store.times
+        ages = [numbers if times is None else times[numbers] for numbers in samples]
+        newest = [
+            numbers[np.lexsort((numbers, age))[-1]]
+            for numbers, age in zip(samples, ages, strict=True)
+        ]
+        asked = self._questions(np.array(newest))
         seen = self._items.of_samples(np.concatenate(samples))
         askers = np.repeat(np.arange(len(samples)), [len(numbers) for numbers in samples])
         best = torch.full((len(samples), k), -torch.inf)
@@ -246,10 +228,6 @@ class Recommender:
                 best_rows = torch.where(chosen < k, earlier, chosen - k + rows.start)
         return best.numpy(), best_rows.numpy()
 
-    def _newest(self, samples: NDArray[np.int64]) -> int:
-        times = samples if self.store.times is None else self.store.times[samples]
-        return int(samples[np.lexsort((samples, times))[-1]])
-
     def _questions(self, samples: NDArray[np.int64]) -> Batch:
         """Samples, with the item of each added to the histories that list it."""
         batch, histories = self.store.read(samples), self._schema.history
@@ -267,18 +245,6 @@ class Recommender:
         batch.sparse_features = JaggedIds(features.keys(), torch.cat(columns), lengths.cumsum(0))
         return batch
 
-    @cached_property
-    def _group_values(self) -> pa.Array:
-        """The value of each group, by its number."""
-        return _values_of(self.store.path / GROUPS)
-
-    @cached_property
-    def _item_values(self) -> pa.Array:
-        """The value of each item, by its row."""
-        name = self.store.feature_tables[self._items.names[0]]
-        number = [table.name for table in self._schema.tables].index(name)
-        return _values_of(vocabulary_file(self.store.path, number))
-
 
 def recommend_run(
     run_dir: str | Path,
@@ -289,7 +255,7 @@ def recommend_run(
     with_seen: bool = False,
     batch_size: int = 8192,
     store: str | Path | None = None,
-) -> RecommendReport:
+) -> Written:
     """Recommend items by the model of a run, and write a Parquet file.
 
     Args:
@@ -308,29 +274,8 @@ def recommend_run(
         FileNotFoundError: a file does not exist.
         StoreError: the store is damaged.
     """
-    from pyarrow import parquet
-
-    out = Path(out)
-    if out.suffix != ".parquet":
-        raise ConfigError(f"recommendations are a Parquet file; give a name in .parquet, got {out}")
-    require_place(out)
-    require_new(out)
+    out = new_parquet(out)
     recommender = Recommender(run_dir, store=store, batch_size=batch_size)
-    begun, num_rows = time.perf_counter(), 0
-    files = TableFiles(users, recommender.users_schema, with_hash=False)
-    asked = recommender.users_in(files)
+    asked = recommender.users_in(TableFiles(users, recommender.users_schema, with_hash=False))
     tables = recommender.recommend(asked, k, with_seen=with_seen)
-    first = next(tables)
-    with appearing_whole(out) as file, parquet.ParquetWriter(file, first.schema) as writer:
-        for table in chain([first], tables):
-            writer.write_table(table)
-            num_rows += table.num_rows
-    return RecommendReport(out, len(asked), num_rows, time.perf_counter() - begun)
-
-
-def _values_of(file: Path) -> pa.Array:
-    """The column of a vocabulary."""
-    import pyarrow as pa
-
-    with pa.memory_map(str(file)) as source:
-        return pa.ipc.open_file(source).read_all().column("value").combine_chunks()
+    return write_parquet(out, tables, pa.table({}))

@@ -18,13 +18,14 @@ from recsys.config import (
     load_config,
     put_key,
     read_tree,
+    refuse,
     walk_keys,
 )
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -126,11 +127,13 @@ def _require_same_run(run_dir: Path, before: TrainConfig, config: TrainConfig) -
                 f"{old.get(key)!r}{why}; leave {key} as it was, or train a new run in another "
                 "folder"
             )
-    if config.epochs < before.epochs:
-        raise ConfigError(
+    refuse(
+        (
+            config.epochs < before.epochs,
             f"{run_dir} cannot continue with epochs {config.epochs}: it was trained with "
-            f"{before.epochs}; epochs may only become more"
+            f"{before.epochs}; epochs may only become more",
         )
+    )
 
 
 def _require_same_data(folder: RunFolder, saved: int, config: TrainConfig) -> None:
@@ -148,12 +151,14 @@ def _require_same_data(folder: RunFolder, saved: int, config: TrainConfig) -> No
     with errors_of_state():
         state = read_state(place, read_manifest(place, saved).deltas[0], is_mapped=True)
         known = state["state"]["state"]["data"]
-    if found != known:
-        raise ConfigError(
+    refuse(
+        (
+            found != known,
             f"{folder.path} was trained on other data: the fingerprint was {known!r} then and is "
             f"{found!r} now; name the data of the run, or go on with other data in a new run by "
-            f"--set {as_argument(f'init_from={folder.path}')}"
+            f"--set {as_argument(f'init_from={folder.path}')}",
         )
+    )
 
 
 def resumed_config(
@@ -176,23 +181,24 @@ def resumed_config(
     """
     stored = RunFolder(run_dir).config_file
     values = {} if data is None else {"data": data}
-    if stored.is_file():
-        return _changed(stored, read_tree(file, settings) | values)
-    if data is None:
-        raise ConfigError(
-            f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
-            f"--run {as_argument(run_dir)} --resume"
+    if not stored.is_file():
+        refuse(
+            (
+                data is None,
+                f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
+                f"--run {as_argument(run_dir)} --resume",
+            )
         )
-    return load_config(file, settings, **values)
-
-
-def _changed(stored: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run with some of its keys changed."""
-    tree, found = read_tree(stored), flat(changes)
-    if found.get("cold_tier") == "host":
+        return load_config(file, settings, **values)
+    tree, changes = read_tree(stored), flat(read_tree(file, settings) | values)
+    if changes.get("cold_tier") == "host":
         tree.pop("cold_path", None)
-    if found.get("early_stopping.patience") == 0:
+    if changes.get("early_stopping.patience") == 0:
         tree.pop("early_stopping", None)
-    for name, value in found.items():
+    for name, value in changes.items():
         put_key(tree, name, value)
-    return TrainConfig(**tree)
+    try:
+        return TrainConfig(**tree)
+    except ConfigError as error:
+        places = [stored, *filter(None, [file]), *settings]
+        raise ConfigError(f"{' with '.join(map(str, places))}: {error}") from None

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from recsys.train.metrics import Metrics
 
 __all__ = ["train"]
 
@@ -265,6 +264,13 @@ class Trainer:
             self.callbacks,
             skips=self.pipeline.skipping is not None,
         )
+        self._parts: dict[str, Any] = {  # progress after the clock, which it reads
+            "loader": self.loader,
+            "pipeline": self.pipeline,
+            "clock": clock,
+            "progress": self.progress,
+            "callbacks": self.callbacks,
+        }
         self.metrics: dict[str, Any] = {"test": None, "validation": None}
         self.resumed: list[dict[str, int]] = []
         self.model_step: int | None = None
@@ -273,7 +279,7 @@ class Trainer:
             history_bytes = 0 if after is None else self._resume(after)
             self.folder.continue_run(config, history_bytes)
         self.checkpoints = None
-        if config.checkpoint.is_on:
+        if config.checkpoint.every_seconds or config.checkpoint.every_steps:
             self.checkpoints = Checkpoints(
                 self._checkpoints_folder,
                 model=self.saved,
@@ -281,7 +287,6 @@ class Trainer:
                 after=after,
                 share=self.share,
             )
-            self._newest, self._cut_at = self.checkpoints.newest, dict[str, int]()
         self.has_saved = after is not None
         if show:
             tqdm.write(self.threads.describe(), file=sys.stderr)
@@ -416,10 +421,11 @@ class Trainer:
             return
         clock.mark("other")
         if isinstance(loader, HotColdLoader) and wants_loss:
-            loader.observe(self._evaluate("validation", keys.max_samples, is_ranked=False).logloss)
+            found = self._evaluate("validation", keys.max_samples, is_ranked=False)
+            loader.observe(found["logloss"])
         if is_due:
             is_ranked = self._is_ranked_in_training
-            found = self._evaluate(keys.split, keys.max_samples, is_ranked=is_ranked).as_dict()
+            found = self._evaluate(keys.split, keys.max_samples, is_ranked=is_ranked)
             self.metrics[keys.split] = found
             progress.add_evaluation(keys.split, found)
             if stopping is not None and stopping.best_step == progress.num_steps:
@@ -429,7 +435,7 @@ class Trainer:
 
     def _evaluate(
         self, split: str, max_samples: int | None = None, *, is_ranked: bool, show: bool = False
-    ) -> Metrics:
+    ) -> dict[str, Any]:
         """Metrics over the first samples of a split, or over all; with a ranking if asked for."""
         keys = self.config.eval
         with autocast(self.config):
@@ -454,7 +460,6 @@ class Trainer:
         """
         if self.checkpoints is None:
             return False
-        self._tell_of_checkpoint()
         keys, seconds = self.config.checkpoint, perf_counter() - self._cut_time
         steps = self.progress.num_steps % keys.every_steps if keys.every_steps else 0
         if 0 < keys.every_steps <= 2 * steps or 0 < keys.every_seconds <= 2 * seconds:
@@ -469,23 +474,12 @@ class Trainer:
         """
         if self.checkpoints is None:
             return
-        progress, clock = self.progress, self.pipeline.clock
-        progress.report()
+        self.progress.report()
+        clock = self.pipeline.clock
         clock.mark("other")
-        self.checkpoints.wait()
-        self._tell_of_checkpoint()
         self.checkpoints.save(state=self.state_dict())
-        self._cut_at = {"step": progress.num_steps, "num_samples": progress.num_samples}
         self.has_saved, self._cut_time = True, perf_counter()
         clock.mark("checkpoint")
-
-    def _tell_of_checkpoint(self) -> None:
-        """Tell callbacks of the last checkpoint, once it is found complete."""
-        assert self.checkpoints is not None
-        number = self.checkpoints.newest
-        if number != self._newest:
-            self._newest = number
-            self.callbacks.tell("on_save_checkpoint", {"number": number, **self._cut_at})
 
     def _end_checkpoints(self) -> None:
         """Write the checkpoint that waits, if any. No collective: other processes may be gone."""
@@ -503,12 +497,8 @@ class Trainer:
             "data": self.source.fingerprint,
             "resumed": list(self.resumed),
             "history_bytes": self.folder.history_bytes(),
-            "loader": self.loader.state_dict(),
-            "pipeline": self.pipeline.state_dict(),
-            "progress": self.progress.state_dict(),
-            "clock": self.pipeline.clock.state_dict(),
-            "callbacks": self.callbacks.state_dict(),
             "num_threads": self.threads.num_threads,
+            **{name: part.state_dict() for name, part in self._parts.items()},
         }
 
     def _resume(self, number: int) -> int:
@@ -520,11 +510,8 @@ class Trainer:
         contents = Contents(self.saved, self.optimizers, self.share)
         state = restore(self._checkpoints_folder, contents, number)["state"]
         with errors_of_state(f"checkpoint {number}"):
-            self.loader.load_state_dict(state["loader"])
-            self.pipeline.load_state_dict(state["pipeline"])
-            self.pipeline.clock.load_state_dict(state["clock"])
-            self.progress.load_state_dict(state["progress"])
-            self.callbacks.load_state_dict(state["callbacks"])
+            for name, part in self._parts.items():
+                part.load_state_dict(state[name])
             if self.threads.chosen_by == "free cores":
                 num_threads = min(state["num_threads"], self.threads.num_cores)
                 torch.set_num_threads(num_threads)
@@ -563,14 +550,13 @@ class Trainer:
                 if any(any_of(interrupted.is_set())):
                     is_whole = False
                     break
-                found = self._evaluate(split, is_ranked=True, show=self._shows_progress)
-                self.metrics[split] = found.as_dict()
+                show = self._shows_progress
+                self.metrics[split] = self._evaluate(split, is_ranked=True, show=show)
             self.pipeline.clock.mark("evaluate")
         if is_whole:
             folder.append_history({**progress.position(), **self.metrics})
         if self.checkpoints is not None and self.has_saved:
             self.checkpoints.wait()
-            self._tell_of_checkpoint()
         return is_whole
 
     def _measured(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
 def test_an_error_names_the_variation_or_the_table(ablation, key):
     name = key.partition(" ")[0]
 
-    with pytest.raises(ConfigError, match=f"variation 'a': {name}"):
+    with pytest.raises(ConfigError, match=f"ablation.toml: variation 'a': {name}"):
         ablation(f"[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'a'\n{key}")
     with pytest.raises(ConfigError, match=f"ablate.{name.partition('.')[0]}"):
         ablation(f"[ablate]\nseeds = [0]\n{key}\n{TWO_VARIATIONS}")

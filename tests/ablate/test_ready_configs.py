@@ -19,28 +19,19 @@ READY = {
 }
 
 
-@pytest.fixture
-def ready(pytestconfig):
-    """Loads a ready configuration, with settings."""
-
-    def load(name, *settings):
-        file = pytestconfig.rootpath / "examples" / "ablation" / f"{name}.toml"
-        return load_ablation(file, settings)
-
-    return load
-
-
 @pytest.mark.parametrize(("name", "variation"), READY.items())
-def test_a_cell_of_a_ready_configuration_can_be_trained(ready, tmp_path, name, variation):
-    config = ready(
-        name,
-        "data=synthetic:criteo-kaggle",
-        "synthetic.num_samples=2100",
-        "synthetic.table_sizes=[900, 700, 1, 800]",
-        "model.embedding_dim=4",
-        "model.dense_arch=[8, 4]",
-        "model.over_arch=[8, 1]",
-        "num_threads=1",
+def test_a_cell_of_a_ready_configuration_can_be_trained(pytestconfig, tmp_path, name, variation):
+    config = load_ablation(
+        pytestconfig.rootpath / "examples" / "ablation" / f"{name}.toml",
+        [
+            "data=synthetic:criteo-kaggle",
+            "synthetic.num_samples=2100",
+            "synthetic.table_sizes=[900, 700, 1, 800]",
+            "model.embedding_dim=4",
+            "model.dense_arch=[8, 4]",
+            "model.over_arch=[8, 1]",
+            "num_threads=1",
+        ],
     )
     (cell, *_) = [cell for cell in config.cells if cell.variation == variation]
     evaluation = replace(cell.config.eval, every_steps=0)  # the run is too short for the file's

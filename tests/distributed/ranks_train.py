@@ -79,11 +79,8 @@ class Stops(Callback):
             raise KeyError("a callback")
 
     def on_validation_end(self, evaluation):
-        self.calls.append(["evaluation", evaluation["step"]])
+        self.calls.append(evaluation["step"])
         return evaluation["step"] == self.stop
-
-    def on_save_checkpoint(self, checkpoint):
-        self.calls.append(["checkpoint", checkpoint["step"]])
 
 
 def has_callbacks(rank, world, run, settings, resume=False, given=None, **options):

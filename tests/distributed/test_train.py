@@ -180,17 +180,13 @@ STOPS = (*STOPS, "early_stopping.keep=last")
 
 
 def test_all_ranks_stop_early_at_the_same_step(ranks, tmp_path):
-    settings = [*STOPS, "checkpoint.every_steps=17"]
-    first, second = ranks("has_callbacks", run=str(tmp_path / "run"), settings=settings)
+    first, second = ranks("has_callbacks", run=str(tmp_path / "run"), settings=[*STOPS])
 
     assert (first["num_steps"], second["num_steps"]) == (20, 20)
     assert first["metrics"] == second["metrics"]
     assert first["stopped_early"]["num_without"] == 3
     assert second["stopped_early"] == {"step": 20, "callback": None}
-    evaluations = [["evaluation", step] for step in (5, 10, 15, 20)]
-    # The first rank finds out what is complete after any later step.
-    assert [each for each in first["calls"] if each[0] == "evaluation"] == evaluations
-    assert [each[1] for each in first["calls"] if each[0] == "checkpoint"] == [17, 20]
+    assert first["calls"] == [5, 10, 15, 20]
     assert second["calls"] == []
 
 

@@ -16,7 +16,7 @@ CONFIG = {
 }
 
 
-def cell_of(variation, seed, *, status="finished", seconds=10.0, auc=0.7):
+def cell_of(variation, seed, *, status="finished", seconds=10.0, auc=0.7, **metrics):
     return {
         "name": f"{variation}-seed{seed}",
         "variation": variation,
@@ -24,13 +24,26 @@ def cell_of(variation, seed, *, status="finished", seconds=10.0, auc=0.7):
         "seconds_to_target_auc": None,
         "run": {
             "status": status,
-            "metrics": {"test": {"auc": auc, "logloss": 0.5}, "validation": None},
+            "data": {"name": "clicks"},
+            "metrics": {"test": {"auc": auc, "logloss": 0.5, **metrics}, "validation": None},
             "throughput": {
                 "train_seconds": seconds,
                 "samples_per_second": 100.0,
                 "num_samples": 1000,
             },
         },
+    }
+
+
+def record_of(cells, config):
+    return {
+        "status": "finished",
+        "config": config,
+        "cells": cells,
+        "num_cells": len(cells),
+        "environment": {},
+        "rows": make_rows(cells, config),
+        "differences": make_differences(cells, config),
     }
 
 
@@ -94,19 +107,24 @@ def test_a_variation_wins_if_the_interval_of_its_auc_lies_above_the_baseline(auc
     cells = [cell_of("none", seed, auc=0.7) for seed in range(len(aucs))]
     cells += [cell_of("drop", seed, auc=auc) for seed, auc in enumerate(aucs)]
     config = CONFIG | {"seeds": list(range(len(aucs)))}
-    record = {
-        "status": "finished",
-        "config": config,
-        "cells": cells,
-        "num_cells": len(cells),
-        "environment": {},
-        "rows": make_rows(cells, config),
-        "differences": make_differences(cells, config),
-    }
 
-    verdict, *_ = format_ablation(record).split("\n")
+    verdict, *_ = format_ablation(record_of(cells, config)).split("\n")
 
     assert verdict.startswith(f"{winner or 'No variation'} won")
+
+
+def test_baselines_of_rankings_are_lines_of_the_table_once_for_each_data_set():
+    ranking = {"recall_at_k": 0.3, "item_knn_recall_at_k": 0.25, "popularity_recall_at_k": 0.125}
+    cells = [cell_of(name, seed, **ranking) for seed in (0, 1) for name in ("none", "drop")]
+
+    record = record_of(cells, CONFIG | {"seeds": [0, 1], "base": {"eval": {"ranking_k": 5}}})
+    header, *found = format_ablation(record | {"differences": []}).split("\n")[2:]
+
+    assert "| test recall at 5 |" in header
+    assert found[-2:] == [
+        "| item_knn on clicks | - | - | 0.2500 | - |",
+        "| popularity on clicks | - | - | 0.1250 | - |",
+    ]
 
 
 def test_a_cell_that_diverged_leaves_its_pair_without_a_value_and_one_pair_has_no_interval():
@@ -146,7 +164,6 @@ def test_what_only_some_cells_measured_has_rows():
 
 
 def test_columns_are_named_after_the_part_that_was_evaluated():
-    config = CONFIG | {"target_auc": 0.7, "base": {"eval": {"ranking_k": 5}}}
+    title = column_title("seconds_to_target_auc", CONFIG | {"target_auc": 0.7})
 
-    assert column_title("recall_at_k", config) == "test recall at 5"
-    assert column_title("seconds_to_target_auc", config) == "seconds to test AUC 0.7"
+    assert title == "seconds to test AUC 0.7"

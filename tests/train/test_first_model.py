@@ -76,7 +76,7 @@ def test_a_run_that_does_not_fit_is_refused_by_name(tmp_path, first, dry):
 
     refuse("nowhere is not a run", init_from=tmp_path / "nowhere")
     refuse("bias", "model.embedding_dim=4", "model.dense_arch=[8, 4]")
-    refuse("features by table", "synthetic.table_sizes=[900, 700, 1]")
+    refuse("features and their tables", "synthetic.table_sizes=[900, 700, 1]")
     (first / "model.safetensors").unlink()
     refuse("saved no model")
 

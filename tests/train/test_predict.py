@@ -168,7 +168,7 @@ def test_labels_and_groups_may_be_missing_and_files_follow_each_other(tmp_path, 
     without = predicted(clicks, bare)
     recsys("predict", clicks, some, again, "--out", tmp_path / "both.parquet")
 
-    assert list(without) == ["row", "score"]
+    assert list(without) == ["row", "user", "score"]
     same(without, expected)
     both = parquet.read_table(tmp_path / "both.parquet")
     assert both.column("label").to_pylist() == [1, None, 0] * 200
@@ -180,7 +180,7 @@ def test_labels_and_groups_may_be_missing_and_files_follow_each_other(tmp_path, 
 
 
 @pytest.mark.parametrize("seen", ["not at all", "empty"])
-def test_groups_times_weights_and_the_split_are_not_read(tmp_path, seen):
+def test_times_weights_and_the_split_are_not_read_and_groups_are_only_written(tmp_path, seen):
     split = {"by": "column", "column": "fold", "train": ["a"], "test": ["b"], "validation": ["c"]}
     others = {
         "session": [f"s{row // 4}" for row in range(300)],
@@ -198,17 +198,26 @@ def test_groups_times_weights_and_the_split_are_not_read(tmp_path, seen):
     of_store = predicted(folder, tmp_path / "clicks")
     assert sorted(found["score"].round(5)) == sorted(of_store["score"].round(5))
     assert np.array_equal(found["label"], Store(tmp_path / "clicks").labels)
+    assert of_store["session"].tolist() == others["session"]
+    assert found.get("session", np.array([])).tolist() == [None] * 300 * bool(empty)
 
 
-def test_data_of_positives_alone_has_no_label_to_read(tmp_path):
-    file = write_csv(tmp_path / "clicks.csv", without=["click"])
+def test_scores_of_pairs_stand_beside_user_and_item_and_no_negatives_are_among_them(tmp_path):
+    file = write_csv(tmp_path / "clicks.csv", without=["click"], new_sites=3)
     negatives = {"item": "site", "per_positive": 1}
-    folder = prepare_and_run(tmp_path, file, without=["label"], negatives=negatives)
+    split = {"by": "fraction", "test": 0.1, "validation": 0.1}
+    folder = prepare_and_run(tmp_path, file, without=["label"], negatives=negatives, split=split)
 
     found, of_store = (predicted(folder, data) for data in (file, tmp_path / "clicks"))
 
-    assert list(found) == ["row", "score"]
-    same(found, {"score": of_store["score"][of_store["label"] == 1]})
+    assert Store(tmp_path / "clicks").num_samples > 500
+    assert list(found) == list(of_store) == ["row", "user", "site", "score"]
+    rows = pd.read_csv(file)
+    assert found["user"].tolist() == of_store["user"].tolist() == rows.user.tolist()
+    assert found["site"].tolist() == rows.site.tolist()
+    assert of_store["site"].tolist() == [*rows.site[:297], None, None, None]
+    same(found, of_store)
+    assert np.isin(of_store["row"], np.flatnonzero(Store(tmp_path / "clicks").labels)).all()
 
 
 def test_tomorrows_rows_are_predicted_as_a_store_like_todays_and_unknown_values_are_reported(
@@ -304,7 +313,7 @@ def test_what_cannot_be_predicted_is_refused_and_leaves_no_file(tmp_path, clicks
         (".parquet", clicks, file, "--out", tmp_path / "scores.csv"),
         ("missing.csv", clicks, tmp_path / "missing.csv", "--out", out),
         ("bad.csv, line 302", clicks, bad, "--out", out),
-        ("features by table", clicks, store, "--out", out),
+        ("features and their tables", clicks, store, "--out", out),
         ("synthetic:criteo-kaggle", synthetic, file, "--out", out),
         ("schema", of_store, file, "--out", out),
     ):

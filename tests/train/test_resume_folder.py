@@ -308,7 +308,7 @@ def test_settings_change_the_stored_configuration(small_config, tmp_path, kill_a
     (tmp_path / "bad.toml").write_text("checkpoint.every_steps = -1\n")
     resume = ("train", "--resume", "--run", tmp_path / "run")
 
-    assert "checkpoint.every_steps" in refused(*resume, "--config", tmp_path / "bad.toml")
+    assert "bad.toml: checkpoint.every_steps" in refused(*resume, "--config", tmp_path / "bad.toml")
     changed = ("schedule=sequential", "cold_tier=host", "early_stopping.patience=0")
     sets = [part for setting in changed for part in ("--set", setting)]
     recsys(*resume, "--config", tmp_path / "more.toml", *sets)

@@ -78,7 +78,8 @@ def conform(
         batch: Columns that the schema names, in any order; columns it does not name are dropped.
         schema: What they mean.
         place: Names a row of the batch, by its number from 0, in messages, such as "a.csv, line 7".
-        optional: Labels may have nulls, which become `NO_LABEL`, if they are named here.
+        optional: Labels and groups may have nulls if they are named here; those of labels become
+            `NO_LABEL`.
 
     Returns:
         The features and roles of the schema that the batch has, and whether each of its conditions

@@ -429,9 +429,9 @@ class Encoder:
     Values that the store's training part did not have, or had too rarely, get row 0 of their table
     and are counted.
 
-    Features are read, and labels where the files have them. Groups, times, weights, the column of
-    the split and those of the filter are not. The files may lack the label, and labels may be
-    missing.
+    Features are read, and labels and groups where the files have them; values of both may be
+    missing. Groups are not encoded. Times, weights, the column of the split and those of the filter
+    are not read.
 
     Args:
         store: A store that `recsys prepare table` made.
@@ -456,6 +456,7 @@ class Encoder:
                 f"{as_argument(store.path)} --out STORE`"
             )
         numbers, self._maker = read_rules(store)
+        self._group = schema.group
         self.unknown = self._maker.unknown
         defaults = {
             name: Schema.model_fields[name].default
@@ -471,7 +472,9 @@ class Encoder:
         Raises:
             ConfigError, DatasetFormatError, FileNotFoundError: see `TableFiles`.
         """
-        return TableFiles(paths, self.schema, optional=self.schema.label_columns, with_hash=False)
+        schema = self.schema.model_copy(update={"group": self._group})
+        optional = {*schema.label_columns, schema.group}
+        return TableFiles(paths, schema, optional=optional, with_hash=False)
 
     def encode(self, batch: pa.RecordBatch) -> StoreRows:
         """Encode a block of rows.
@@ -482,7 +485,8 @@ class Encoder:
         Args:
             batch: A batch of `files`, or of `Frames` of the schema.
         """
-        return self._maker.make(self._encoder.encode(batch), {})
+        features = batch.select([name for name in batch.schema.names if name != GROUP])
+        return self._maker.make(self._encoder.encode(features), {})
 
 
 def new_numbers(table: Table) -> Numbers | HashedRows:

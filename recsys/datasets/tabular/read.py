@@ -126,8 +126,8 @@ class TableFiles:
     Args:
         paths: As for `find_files`.
         schema: What the columns mean.
-        optional: Columns of the schema that the files may lack, such as the label of rows to
-            predict. They are read if the first file has them; then all must. Labels may be missing.
+        optional: Roles of the schema that the files may lack, such as the label of rows to predict.
+            They are read if the first file has them; then all must. Their values may be missing.
         with_hash: Whether to compute the hash of each file in `sources`.
 
     Raises:
@@ -154,7 +154,9 @@ class TableFiles:
         ]
         first = self._files[0].column_names
         self.columns = tuple(
-            name for name in schema.columns if name not in optional or name in first
+            name
+            for name in schema.columns
+            if name in first or name not in optional or name in schema.categorical
         )
         for file in self._files:
             for name in (name for name in self.columns if name not in file.column_names):

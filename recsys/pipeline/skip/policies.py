@@ -6,8 +6,7 @@ Subsample    a part of these samples, and gives the others a larger weight
 FreezeRows   gradients and updates of stale rows
 Importance   samples that are predicted well, and gives the others a larger weight
 RandomDrop   random samples: the control for all of these
-
-`Paper`, which leaves out what Slipstream's published code does, is in `paper`.
+Paper        what Slipstream's published code leaves out
 
 A row is *stale* if it has stopped changing although it is trained; see `Staleness`. The order of
 samples is kept. Later samples replace those that are left out, so mini-batches keep their size;
@@ -16,10 +15,10 @@ with `Importance` and `RandomDrop(refill=False)` they get smaller instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from recsys._support.untrusted import is_number
+from recsys._support.untrusted import is_int, is_number
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.errors import ConfigError
 
@@ -29,6 +28,7 @@ __all__ = [
     "Guard",
     "Importance",
     "Observe",
+    "Paper",
     "Policy",
     "RandomDrop",
     "Subsample",
@@ -261,7 +261,85 @@ class RandomDrop(AbstractPolicy):
     refill: bool = True
 
 
-Policy = Observe | DropInput | FreezeRows | Subsample | Importance | RandomDrop
+@dataclass(frozen=True, kw_only=True)
+class Paper:
+    """Drops hot samples whose rows have stopped changing, as Slipstream's published code does.
+
+    Each epoch begins with its cold mini-batches; the hot ones follow. Two snapshots of the hot rows
+    are taken in the hot part. A bisection then looks for a threshold under which the target share
+    of a sample of the later hot samples is stale. Stale samples are dropped for the rest of the
+    epoch. If the bisection does not converge, the threshold is 0 and no sample is dropped. The next
+    epoch decides anew; no row is checked again before.
+
+    This needs the mini-batches of a `HotColdLoader` with `FAE(rate=100, is_adaptive=False)`, and a
+    schedule that takes no mini-batch ahead. A run that begins within an epoch, without its state,
+    drops nothing in this epoch. The hot rows are those that a plan pins, or all if all
+    are resident. The snapshot takes as much memory as the hot rows without their optimizer state,
+    and is not part of the tables' budget.
+
+    Two things differ from the published code. There the window ends before the last mini-batch that
+    is trained on in it, so some samples are trained on twice. And it cannot train for a second
+    epoch, because the first one releases memory that both need.
+
+    Args:
+        first_snapshot: The first snapshot is taken before the update of the hot mini-batch with
+            this number, counted from 0 in each epoch.
+        window_share: Hot mini-batches between the snapshots, as a share of those of an epoch.
+        target: Share of hot samples to drop.
+        tolerance: How far the sample's stale share may be from `target`.
+        highest_threshold: The highest threshold that the bisection considers; the lowest is 0.
+        first_threshold: The first threshold that it tries.
+        max_tries: The largest number of thresholds that it tries.
+        sample_share: Size of the sample, as a share of the hot samples of an epoch. It is drawn
+            with replacement from the hot samples after the window.
+        seed: Seed of the sample.
+
+    Raises:
+        ConfigError: a constant is out of range.
+    """
+
+    first_snapshot: int = 1000
+    window_share: float = 0.03
+    target: float = 0.3
+    tolerance: float = 0.08
+    highest_threshold: float = 0.1
+    first_threshold: float = 0.05
+    max_tries: int = 25
+    sample_share: float = 0.001
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, is_whole = getattr(self, each.name), each.type == "int"
+            if not (is_int(value, 0) if is_whole else is_number(value) and value >= 0):
+                raise ConfigError(
+                    f"Paper: {each.name} must be a {'whole ' if is_whole else ''}number of at "
+                    f"least 0, got {value!r}"
+                )
+        if not 0 < self.first_threshold < self.highest_threshold:
+            raise ConfigError(
+                "Paper: thresholds must be 0 < first_threshold < highest_threshold, got "
+                f"{self.first_threshold} and {self.highest_threshold}"
+            )
+
+    def last_of_window(self, num_hot_batches: int) -> int:
+        """The hot mini-batch after whose update the second snapshot is taken.
+
+        Args:
+            num_hot_batches: Hot mini-batches of an epoch.
+        """
+        return self.first_snapshot + round(self.window_share * num_hot_batches)
+
+    def num_sampled(self, num_hot_samples: int) -> int:
+        """The size of the sample.
+
+        Args:
+            num_hot_samples: Hot samples of an epoch.
+        """
+        return int(self.sample_share * num_hot_samples)
+
+
+Policy = Observe | DropInput | FreezeRows | Subsample | Importance | RandomDrop | Paper
 
 
 def stale_share(policy: Any) -> float:

@@ -29,12 +29,13 @@ from recsys.embeddings.staleness.settings import LEAD
 from recsys.embeddings.staleness.tracker import MOST_INPUTS, StalenessTracker
 from recsys.pipeline.skip.guard import QualityGuard
 from recsys.pipeline.skip.importance import ImportanceChoice
-from recsys.pipeline.skip.paper import Paper, PaperClassifier
+from recsys.pipeline.skip.paper import PaperClassifier
 from recsys.pipeline.skip.policies import (
     DropInput,
     FreezeRows,
     Importance,
     Observe,
+    Paper,
     Policy,
     RandomDrop,
     Subsample,
@@ -83,13 +84,13 @@ class Skipping:
 
     def __init__(
         self,
-        policy: Policy | Paper,
+        policy: Policy,
         model: nn.Module,
         tables: ModelTables,
         max_depth: int,
         clock: StageClock,
     ) -> None:
-        if not isinstance(policy, Policy | Paper):
+        if not isinstance(policy, Policy):
             raise TypeError(
                 f"skip must be a policy such as DropInput(), or None, got {type(policy).__name__}"
             )

@@ -439,18 +439,9 @@ class _Cut(NamedTuple):
     is_given_up: threading.Event
 
 
-class _Part(NamedTuple):
-    """Rows of a table that a block has.
-
-    Attributes:
-        table: The table.
-        saved: Its arrays, and its rows in the whole table.
-        rows: Numbers of the rows in this process: a range, or (M,) ascending.
-    """
-
-    table: SavedTable
-    saved: Table
-    rows: range | NDArray[np.int64]
+# Of a block: a table; its arrays, and its rows in the whole table; numbers of rows in this process,
+# ascending.
+_Part = tuple["SavedTable", Table, "range | NDArray[np.int64]"]
 
 
 def _blocks(
@@ -474,12 +465,10 @@ def _blocks(
         for rows in _rows(
             saved.end - saved.begin, row_bytes, None if bits is None else bits[place]
         ):
-            if block and (
-                block[-1].table is table or num_bytes + len(rows) * row_bytes > BLOCK_BYTES
-            ):
+            if block and (block[-1][0] is table or num_bytes + len(rows) * row_bytes > BLOCK_BYTES):
                 yield block
                 block, num_bytes = [], 0
-            block.append(_Part(table, saved, rows))
+            block.append((table, saved, rows))
             num_bytes += len(rows) * row_bytes
     if block:
         yield block

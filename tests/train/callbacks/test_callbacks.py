@@ -18,7 +18,6 @@ class Notes(Callback):
         self.calls = []
 
     def on_train_start(self, run_dir, record):
-        self.run_dir = run_dir
         self.calls.append(("start", record["throughput"]["num_samples"]))
 
     def on_report(self, report):
@@ -26,10 +25,6 @@ class Notes(Callback):
 
     def on_validation_end(self, evaluation):
         self.calls.append(("evaluation", dict(evaluation)))
-
-    def on_save_checkpoint(self, checkpoint):
-        assert (self.run_dir / "checkpoints" / f"{checkpoint['number']:08}.json").is_file()
-        self.calls.append(("checkpoint", dict(checkpoint)))
 
     def on_fit_end(self, record):
         self.calls.append(("end", record["status"]))
@@ -48,18 +43,14 @@ class Fails(Callback):
         setattr(self, method, fail)
 
 
-def test_a_callback_is_told_of_every_line_of_the_history_and_every_checkpoint(
-    small_config, tmp_path
-):
+def test_a_callback_is_told_of_every_line_of_the_history(small_config, tmp_path):
     notes, folder = Notes(), tmp_path / "run"
 
-    run(small_config("eval.every_steps=4", "checkpoint.every_steps=4"), folder, callbacks=[notes])
+    run(small_config("eval.every_steps=4"), folder, callbacks=[notes])
 
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     assert notes.of("report", "evaluation") == history[:-1]
     assert [each["step"] for each in notes.of("evaluation")] == [4, 8, 12]
-    saved = [tuple(each.values()) for each in notes.of("checkpoint")]
-    assert saved == [(1, 4, 512), (2, 8, 1024), (3, 12, 1536), (4, 15, 1800)]
     assert (notes.calls[0], notes.calls[-1]) == (("start", 0), ("end", "finished"))
 
 
@@ -97,7 +88,6 @@ def test_a_state_is_saved_and_given_back_before_the_run_continues(small_config, 
         ("on_train_start", "failed"),
         ("on_report", "failed"),
         ("on_validation_end", "failed"),
-        ("on_save_checkpoint", "failed"),
         ("on_fit_end", "finished"),
     ],
 )

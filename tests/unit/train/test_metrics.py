@@ -1,7 +1,6 @@
 """Metrics are their definitions, worked out in plain Python, pair by pair and item by item."""
 
 import math
-from dataclasses import asdict
 from math import log2
 
 import numpy as np
@@ -61,12 +60,12 @@ def test_auc_gauc_and_the_standard_error_are_their_definitions(samples):
 
     found, of_groups = evaluate_logits(scores, labels), evaluate_groups(scores, labels, keys)
 
-    assert found.auc == auc(scores, labels) == approx(wins.mean() if wins.size else None)
-    assert found.auc_standard_error == approx(error)
+    assert found["auc"] == auc(scores, labels) == approx(wins.mean() if wins.size else None)
+    assert found["auc_standard_error"] == approx(error)
     total = sum(count for _, count in judged)
     gauc = sum(area * count for area, count in judged) / total if judged else None
-    assert of_groups.gauc == approx(gauc)
-    assert (of_groups.num_groups, of_groups.num_groups_left_out) == (
+    assert of_groups["gauc"] == approx(gauc)
+    assert (of_groups["num_groups"], of_groups["num_groups_left_out"]) == (
         len(judged),
         len(own) - len(judged),
     )
@@ -91,12 +90,12 @@ def test_the_other_metrics_are_their_definitions():
 
     found = evaluate_logits(logits, labels)
 
-    assert found.logloss == pytest.approx(loss, rel=1e-12)
+    assert found["logloss"] == pytest.approx(loss, rel=1e-12)
     entropy = -rate * np.log(rate) - (1 - rate) * np.log(1 - rate)
-    assert found.normalized_entropy == pytest.approx(loss / entropy, rel=1e-12)
-    assert found.calibration == pytest.approx(probabilities.mean() / rate, rel=1e-12)
-    assert found.accuracy == np.mean((probabilities > 0.5) == (labels == 1))
-    assert (found.num_samples, found.num_positives) == (1000, labels.sum())
+    assert found["normalized_entropy"] == pytest.approx(loss / entropy, rel=1e-12)
+    assert found["calibration"] == pytest.approx(probabilities.mean() / rate, rel=1e-12)
+    assert found["accuracy"] == np.mean((probabilities > 0.5) == (labels == 1))
+    assert (found["num_samples"], found["num_positives"]) == (1000, labels.sum())
 
 
 @pytest.mark.parametrize("logit", [-200.0, -37.0, -20.0, 20.0, 200.0])
@@ -104,16 +103,16 @@ def test_logits_of_any_size_have_finite_losses_and_exact_calibrations(logit):
     found = evaluate_logits(np.full(4, logit, np.float32), np.array([1.0, 0.0, 0.0, 0.0]))
 
     softplus = np.logaddexp(0, logit)
-    assert found.logloss == pytest.approx(softplus - logit / 4, rel=1e-12)
+    assert found["logloss"] == pytest.approx(softplus - logit / 4, rel=1e-12)
     expected = 4 * math.exp(logit - softplus)
-    assert found.calibration == pytest.approx(expected, rel=1e-12, abs=0)
+    assert found["calibration"] == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 def test_labels_that_agree_leave_open_what_has_no_meaning():
     found, none = evaluate_logits(np.zeros(3, np.float32), np.zeros(3)), np.zeros(0, np.float32)
 
-    assert (found.auc, found.normalized_entropy, found.calibration) == (None, None, None)
-    assert found.logloss == pytest.approx(np.log(2))
+    assert (found["auc"], found["normalized_entropy"], found["calibration"]) == (None, None, None)
+    assert found["logloss"] == pytest.approx(np.log(2))
     assert auc(none, none) is None
 
 
@@ -130,7 +129,7 @@ def test_batches_in_any_order_and_of_any_dtype_have_the_auc_of_all_samples():
         own[:] = scores[part]  # the caller's array may be used again
         accumulator.add(own, labels[part].astype(dtypes[place % 4]))
 
-    assert accumulator.result().auc == auc(scores, labels)
+    assert accumulator.result()["auc"] == auc(scores, labels)
 
 
 def test_the_standard_error_is_the_spread_over_samples_drawn_anew():
@@ -141,8 +140,8 @@ def test_the_standard_error_is_the_spread_over_samples_drawn_anew():
         labels = rng.random(500) < 1 / (1 + np.exp(1 - scores))
         found.append(evaluate_logits(scores.astype(np.float32), labels))
 
-    spread = np.std([metrics.auc for metrics in found])
-    errors = [metrics.auc_standard_error for metrics in found]
+    spread = np.std([metrics["auc"] for metrics in found])
+    errors = [metrics["auc_standard_error"] for metrics in found]
     assert np.mean(errors) == pytest.approx(spread, rel=0.12)
 
 
@@ -177,9 +176,9 @@ def test_recall_and_ndcg_are_their_definitions(ranking, k, num_unknown):
 
     places = [place for place in expected if place <= k]
     best = sum(1 / log2(1 + place) for place in range(1, min(k, num_relevant) + 1))
-    assert found.result().recall_at_k == len(places) / num_relevant
+    assert found.result()["recall_at_k"] == len(places) / num_relevant
     ndcg = sum(1 / log2(1 + place) for place in places) / best
-    assert found.result().ndcg_at_k == pytest.approx(ndcg, abs=1e-12)
+    assert found.result()["ndcg_at_k"] == pytest.approx(ndcg, abs=1e-12)
     assert ndcg <= 1
 
 
@@ -191,7 +190,7 @@ def test_a_group_counts_once_however_many_rankings_it_has():
 
     recalls = np.array([1, 1 / 4, 1 / 2])
     ndcgs = np.array([1, 1 / 4, (1 / log2(3)) / (1 + 1 / log2(3))])
-    assert asdict(found.result()) == {
+    assert found.result() == {
         "recall_at_k": pytest.approx(recalls.mean()),
         "recall_standard_error": pytest.approx(recalls.std(ddof=1) / 3**0.5),
         "ndcg_at_k": pytest.approx(ndcgs.mean()),
@@ -206,8 +205,8 @@ def test_without_two_groups_there_is_no_error():
     none, one = Rankings(5).result(), Rankings(5)
     one.add(7, np.zeros(3), np.array([0]), ALL)
 
-    assert (none.recall_at_k, none.ndcg_at_k, none.num_rankings) == (None, None, 0)
-    assert one.result().recall_standard_error is None
+    assert (none["recall_at_k"], none["ndcg_at_k"], none["num_rankings"]) == (None, None, 0)
+    assert one.result()["recall_standard_error"] is None
 
 
 @pytest.mark.parametrize("labels", [[0, 1, -1, -1], [0, 1, np.nan, 0], [0, 1, 0.5, 0.5], [0, 1, 2]])
