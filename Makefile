@@ -15,7 +15,7 @@ help:
 	@echo "make train DATA=path/train.txt.gz  prepare a raw Criteo Kaggle file and train on it"
 	@echo "           RUN=DIR ARGS='--set k=v'  folder of the run; more options of 'recsys train'"
 	@echo "make test                          run the tests"
-	@echo "make check                         ruff, formatting, mypy, import-linter, the size gate"
+	@echo "make check                         ruff, formatting, mypy, import-linter, the size gate, the records"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
 	@echo "make threads                       run 500 cases under random delays, count what they leave open"
 	@echo "make twins MINUTES=150             train random models in tiers, and compare with plain PyTorch"
@@ -81,6 +81,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python tests/house.py
+	$(BIN)/python tests/released.py
 
 # Quick sizes show that every benchmark works here; their numbers say nothing.
 QUICK ?=

@@ -220,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = bench_checkpoints(
         options.folder,
-        num_rounds=2 if options.quick else 20,
+        num_rounds=2 if options.quick else 10,
         steps_per_turn=20 if options.quick else 1150,
         table_sizes=[1000] * 26 if options.quick else (),
         file_tier_bytes=10**7 if options.quick else 10**10,

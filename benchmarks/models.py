@@ -139,6 +139,7 @@ def bench_models(
     kinds: Collection[str],
     max_rows: int,
     table_counts: Sequence[int],
+    ids: Sequence[str],
     share: float,
     is_evaluation: bool,
     device: str,
@@ -152,6 +153,7 @@ def bench_models(
         kinds: Kinds from the table above.
         max_rows: Rows of every table of the shallow kinds; also caps the sizes of the others.
         table_counts: Numbers of tables of the shallow kinds.
+        ids: "one-hot" or "jagged": ids of a sample and table in the shallow kinds.
         share: The budget of `in_slots`, as a share of the bytes of rows and state; 0 leaves it out.
         is_evaluation: Whether evaluation is measured in place of training.
         device: "cpu" or "cuda", where models and mini-batches are.
@@ -168,9 +170,9 @@ def bench_models(
         for batch_size, optimizer in product(sizes, optimizers)
     ]
     others = [
-        case_of(kind, optimizer, batch_size, (max_rows,) * count, is_jagged)
-        for kind, count, is_jagged, batch_size in product(
-            _SHALLOW_KINDS, table_counts, (False, True), (128, 2048)
+        case_of(kind, optimizer, batch_size, (max_rows,) * count, per_sample == "jagged")
+        for kind, count, per_sample, batch_size in product(
+            _SHALLOW_KINDS, table_counts, ids, (128, 2048)
         )
         if kind in kinds
         for optimizer in (("adam",) if kind == "lazy-adam" else optimizers)
@@ -582,6 +584,8 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--optimizers", nargs="+", default=[*_OPTIMIZERS], choices=[*_OPTIMIZERS])
     parser.add_argument("--models", nargs="+", default=list(_ALL_KINDS), choices=_ALL_KINDS)
+    parser.add_argument("--table-counts", type=int, nargs="+", help="default: 1 4 26")
+    parser.add_argument("--ids", nargs="+", default=["one-hot", "jagged"], help="of a table")
     parser.add_argument("--share", type=float, default=0.0, help="budget of in_slots; 0: none")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
@@ -603,7 +607,8 @@ def main() -> None:
             kinds=options.models,
             num_rounds=3 if options.quick else 30,
             max_rows=1000 if options.quick else 1_000_000,
-            table_counts=(1, 4) if options.quick else (1, 4, 26),
+            table_counts=options.table_counts or ((1, 4) if options.quick else (1, 4, 26)),
+            ids=options.ids,
             share=options.share,
             is_evaluation=options.evaluation,
             device=options.device,
