@@ -111,8 +111,12 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
         ConfigError: a key is unknown, is set in two places, or has a wrong value.
     """
     tree = read_tree(file, settings)
-    rule = f"{file}: there is no table [ablate]; it needs seeds, and variations or a grid"
-    refuse((not isinstance(tree.get("ablate"), dict), rule))
+    refuse(
+        (
+            not isinstance(tree.get("ablate"), dict),
+            f"{file}: there is no table [ablate]; it needs seeds, and variations or a grid",
+        )
+    )
     base = {key: value for key, value in tree.items() if key != "ablate"}
     try:
         keys = AblationKeys(**tree["ablate"])
@@ -396,9 +400,8 @@ def _read_cell(
 
 def _config_of(run: RunFolder) -> TrainConfig | None:
     """The configuration of a cell that was begun; None if there is none that can be read."""
-    with suppress(ConfigError):
-        if run.config_file.is_file():
-            return run.read_config()
+    with suppress(ConfigError, FileNotFoundError):
+        return run.read_config()
     return None
 
 

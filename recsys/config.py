@@ -714,8 +714,7 @@ class SkipConfig(Kinds):
         if "staleness" in values:
             values["staleness"] = Staleness(**dict(values["staleness"]))
         if "guard" in values:
-            guard = values["guard"]
-            values["guard"] = Guard(**dict(guard)) if guard.every else None
+            values["guard"] = Guard(**dict(values["guard"])) if values["guard"].every else None
         policy = _POLICIES[self.kind]
         return policy(**values, seed=seed) if hasattr(policy, "seed") else policy(**values)
 
@@ -1152,8 +1151,10 @@ def to_toml(config: TrainConfig) -> str:
 
 def describe_config(config: TrainConfig) -> dict[str, Any]:
     """The whole `config` in JSON types, with the dense optimizer resolved."""
-    dense = config.resolved_dense_optimizer.model_dump()
-    return {**config.model_dump(exclude_none=True), "dense_optimizer": dense}
+    return {
+        **config.model_dump(exclude_none=True),
+        "dense_optimizer": config.resolved_dense_optimizer.model_dump(),
+    }
 
 
 def put_key(tree: dict[str, Any], key: str, value: Any) -> None:

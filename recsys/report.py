@@ -97,17 +97,16 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     parts = list(measured.values())
     k = next((part["ranking_k"] for part in parts if "ranking_k" in part), "k")
     found = {name: [part.get(name) for part in parts] for name in _METRICS_OF_RUNS}
-    rows = {
-        name.replace("at_k", f"at {k}").replace("_", " "): values
+    rows = {"": list(measured)} | {
+        name.replace("at_k", f"at {k}").replace("_", " "): list(map(_metric, values))
         for name, values in found.items()
         if set(values) != {None}
     }
     width = max(20, *(len(title) + 2 for title in rows))
     lines = [
-        f"{title:<{width}}" + "".join(f"{_metric(value):>14}" for value in values)
+        f"{title:<{width}}" + "".join(f"{value:>14}" for value in values)
         for title, values in rows.items()
     ]
-    lines.insert(0, " " * width + "".join(f"{split:>14}" for split in measured))
     return "\n".join(lines)
 
 
@@ -148,8 +147,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     dims = {table: model["table_dims"].get(table, model["embedding_dim"]) for table in sizes}
     num_bytes = sum(4 * size * dims[table] for table, size in sizes.items())
     rate, peak = throughput["samples_per_second"], record["peak_memory_bytes"]
-    processes, skipped = record.get("processes"), record.get("skipped")
-    environment = record["environment"]
+    processes, environment = record.get("processes"), record["environment"]
     lines = [*_outcome(record, run_dir), format_metrics(record["metrics"])]
     if ((record["metrics"]["test"] or {}).get("normalized_entropy") or 0) > _LEARNED_LITTLE:
         lines.append(
@@ -173,17 +171,16 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"s; evaluation took {record['stalls']['evaluate_seconds']:.1f} s more",
         "stages": format_stalls(record["stalls"]),
         **_tiers(record["tiers"], config["budget"]),
-        **_skipping(skipped),
+        **_skipping(record.get("skipped")),
         "peak memory": "-" if peak is None else format_bytes(peak),
         "machine": f"{record['started']}; {environment['gpu'] or environment['cpu']}, "
         f"{environment['num_cores']} cores, torch {environment['torch']}",
         "saved": f"{run_dir}/: {', '.join(sorted(file.name for file in run_dir.iterdir()))}",
+        "processes": None
+        if processes is None
+        else f"{processes['num_ranks']}; tiers, stages and memory are those of the first process",
     }
-    if processes is not None:
-        facts["processes"] = (
-            f"{processes['num_ranks']}; tiers, stages and memory are those of the first process"
-        )
-    lines += ["", *(f"{name:<20}{text}" for name, text in facts.items())]
+    lines += ["", *(f"{name:<20}{text}" for name, text in facts.items() if text is not None)]
     return "\n".join(lines)
 
 
@@ -227,21 +224,19 @@ def _tiers(tiers: Mapping[str, Any] | None, budget: str) -> dict[str, str]:
     }
 
 
-def _skipping(skipped: Mapping[str, Any] | None) -> dict[str, str]:
+def _skipping(skipped: Mapping[str, Any] | None) -> dict[str, str | None]:
     """What a policy of skipping left out; empty without one. `run.json` says more."""
     if skipped is None:
         return {}
     num_seen, guard = skipped["num_seen"], skipped["guard"]
-    facts = {
+    return {
         "skipped": f"{skipped['share_skipped']:.1%} of {num_seen:,} samples and "
         f"{skipped['share_lookups_left_out']:.1%} of the updates by {skipped['policy']['name']}; "
-        f"{num_seen - skipped['num_skipped']:,} samples trained on"
+        f"{num_seen - skipped['num_skipped']:,} samples trained on",
+        "guard": None
+        if guard is None
+        else f"windows: {guard['num_windows']:,}, decisions: {len(guard['decisions']):,}",
     }
-    if guard is not None:
-        facts["guard"] = (
-            f"windows: {guard['num_windows']:,}, decisions: {len(guard['decisions']):,}"
-        )
-    return facts
 
 
 # Ablations
@@ -302,11 +297,10 @@ def column_title(metric: str, config: Mapping[str, Any]) -> str:
         metric: The metric.
         config: As in `ablate.json`.
     """
-    evaluation = config["base"].get("eval", {})
     return METRICS[metric][0].format(
         target_split=config["target_split"],
         target_auc=config["target_auc"],
-        ranking_k=evaluation.get("ranking_k", EvalConfig().ranking_k),
+        ranking_k=config["base"].get("eval", {}).get("ranking_k", EvalConfig().ranking_k),
     )
 
 
@@ -590,8 +584,8 @@ def _run_files(folder: Path) -> dict[str, str]:
     run = RunFolder.open(folder)
     record = run.read_record()
     curves = _curves_of_run(run.read_history(), record["config"]["eval"]["split"])
-    summary = format_run(record, folder)
-    return {"report.html": _page("Run", folder, record, record["config"], curves, summary=summary)}
+    text = format_run(record, folder)
+    return {"report.html": _page("Run", folder, record, record["config"], curves, summary=text)}
 
 
 def _ablation_files(folder: Path) -> dict[str, str]:
