@@ -29,7 +29,7 @@ def anonymous_bytes():
 
 def carried_out(command, run, out):
     if command == "evaluate":
-        return evaluate_run(run)
+        return evaluate_run(run)[0]
     if command.startswith("predict "):
         written, _ = predict_run(run, [command.removeprefix("predict ")], out, batch_size=64)
         return written.num_rows

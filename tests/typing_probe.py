@@ -26,7 +26,7 @@ assert_type(row_optimizer, torch.optim.Optimizer)
 model = recsys.DLRMTrain(recsys.DLRM(embeddings, 13, [8, 4], [8, 1]))
 
 assert_type(load_config(None, ["seed=1"], data="store"), TrainConfig)
-assert_type(evaluate_run("run"), dict[str, dict[str, Any]])
+assert_type(evaluate_run("run")[0], dict[str, dict[str, Any]])
 assert_type(recsys.accelerate(model, optimizer=row_optimizer, always=True), Accelerated)
 assert_type(recsys.verify(model, [], loss=lambda m, b: m(b), optimizer=row_optimizer), Verification)
 

@@ -146,10 +146,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     _warn_if_unfinished(options.run)
 
     from recsys.report import format_metrics, format_unknown
-    from recsys.train.evaluate import evaluate_run, unknown_values
+    from recsys.train.evaluate import evaluate_run
 
-    metrics = evaluate_run(options.run, options.data)
-    unknown = unknown_values(options.run, options.data)
+    metrics, unknown = evaluate_run(options.run, options.data)
     print("\n".join([format_metrics(metrics), *format_unknown(unknown)]))
     if options.json is not None:
         write_json(options.json, {"metrics": metrics} | ({"unknown": unknown} if unknown else {}))

@@ -94,7 +94,7 @@ from recsys.pipeline import (
 )
 from recsys.pipeline.loss_and_output import explain_loss
 from recsys.pipeline.skip.paper import budget_beside_hot_rows
-from recsys.train.ranks import gather, gather_objects, num_ranks
+from recsys.train.ranks import gather, gather_objects, num_ranks, rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -511,10 +511,11 @@ def _build(
     if config.name == "dlrm":
         transformer, interaction = config.interaction.masked_transformer, None
         if transformer is not None:
-            keys: list[str] = embeddings.output_keys()
-            settings = transformer.model_dump()
             interaction = MaskedTransformerArch(
-                len(keys), config.embedding_dim, **settings, device=device
+                len(embeddings.output_keys()),
+                config.embedding_dim,
+                **transformer.model_dump(),
+                device=device,
             )
         return DLRM(embeddings, *sizes, device, interaction=interaction)
     if config.dcn_v2 is not None:
@@ -539,17 +540,16 @@ def _build(
             attention_layer_sizes=config.din.attention,
             dense_device=device,
         )
-    tbsm = config.tbsm
-    assert tbsm is not None
+    assert config.tbsm is not None
     return TBSM(
         embeddings,
         source.num_dense,
         histories,
-        tbsm.num_steps,
+        config.tbsm.num_steps,
         config.dense_arch,
         config.over_arch,
-        tower_layer_sizes=tbsm.tower,
-        num_heads=tbsm.num_heads,
+        tower_layer_sizes=config.tbsm.tower,
+        num_heads=config.tbsm.num_heads,
         dense_device=device,
     )
 
@@ -701,10 +701,8 @@ def build_loader(
     config: TrainConfig,
     source: SampleSource,
     plan: HotPlan | None,
-    rank: int = 0,
-    num_ranks: int = 1,
 ) -> BatchLoader | HotColdLoader:
-    """A loader of the training split, in the order of the schedule; arguments as for `BatchLoader`.
+    """A loader of this process's part of the training split, in the order of the schedule.
 
     FAE classifies every sample as hot or cold, and keeps the result in the folder of the store.
     """
@@ -721,8 +719,8 @@ def build_loader(
             prefetch=config.prefetch,
             pin_memory=pin_memory,
             permutation_seed=config.permutation_seed or None,
-            rank=rank,
-            num_ranks=num_ranks,
+            rank=rank(),
+            num_ranks=num_ranks(),
         )
     assert plan is not None
     is_hot = plan.find_hot_samples(source, source.splits["train"])
@@ -744,8 +742,6 @@ def build_pipeline(
     config: TrainConfig,
     clock: StageClock,
     num_steps: int,
-    *,
-    is_divided: bool = False,
 ) -> TrainPipeline:
     """Build the pipeline that makes the steps of a run.
 
@@ -755,14 +751,13 @@ def build_pipeline(
         config: Configuration of the run.
         clock: Clock that records every stage.
         num_steps: Steps of the run.
-        is_divided: Whether the processes of the run divide each mini-batch.
     """
-    batch_size = config.batch_size // (num_ranks() if is_divided else 1)
+    batch_size = config.batch_size // num_ranks()  # processes divide each mini-batch
 
     def forward(batch: Batch) -> tuple[Tensor, Any]:
         with autocast(config):
             loss, output = model(batch)
-        if is_divided:
+        if num_ranks() > 1:
             output = _output_of_all(batch_size, batch, *output)
         return loss, output
 

@@ -44,7 +44,6 @@ __all__ = [
     "evaluate_split",
     "open_saved_model",
     "scores_of",
-    "unknown_values",
     "with_ranking",
 ]
 
@@ -56,10 +55,9 @@ def evaluate_split(
     batch_size: int,
     max_samples: int | None = None,
     *,
-    is_divided: bool = False,
     show: bool = False,
 ) -> dict[str, Any]:
-    """Metrics over a split, without a ranking.
+    """Metrics over a split, without a ranking. A collective: processes divide each mini-batch.
 
     Args:
         model: Maps a batch to (loss, (loss, logits, labels)).
@@ -67,8 +65,6 @@ def evaluate_split(
         split: "train", "test" or "validation".
         batch_size: Samples per forward pass.
         max_samples: Stop after this number of samples.
-        is_divided: Whether the processes of a run divide each mini-batch. Then this is a
-            collective.
         show: Draw a progress bar, which stays.
 
     Raises:
@@ -76,17 +72,18 @@ def evaluate_split(
         TrainingDiverged: a logit is not finite.
     """
     accumulator = MetricsAccumulator()
-    place, world = (rank(), num_ranks()) if is_divided else (0, 1)
-    loader = BatchLoader(source, split, batch_size, shuffle=False, rank=place, num_ranks=world)
+    loader = BatchLoader(
+        source, split, batch_size, shuffle=False, rank=rank(), num_ranks=num_ranks()
+    )
     groups = source.groups if isinstance(source, Store) else None
     may_be_probabilities = isinstance(model, BatchTrain)  # recsys's own models return logits
     with _evaluating(model):
         for batch in tqdm(loader, f"evaluate {split}", disable=not show):
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
             scores, labels = scores_of(model, batch)
-            if is_divided:
-                own = torch.from_numpy(scores), torch.from_numpy(labels)
-                scores, labels = (found.numpy() for found in gather(-(-batch_size // world), *own))
+            own = torch.from_numpy(scores), torch.from_numpy(labels)
+            of_all = gather(-(-batch_size // num_ranks()), *own)
+            scores, labels = (found.numpy() for found in of_all)
             num_bad = int((~np.isfinite(scores)).sum())
             if num_bad:
                 raise TrainingDiverged(
@@ -210,8 +207,10 @@ def open_saved_model(
     return config, source, model.eval()
 
 
-def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, dict[str, Any]]:
-    """Metrics of a saved model on the test and validation splits, by split.
+def evaluate_run(
+    run_dir: str | Path, data: str | None = None
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
+    """Evaluate a saved model on the test and validation splits.
 
     A split without samples is left out, such as the validation split of a store that
     `recsys prepare table --like` made.
@@ -219,6 +218,11 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, dict
     Args:
         run_dir: A run that saved its model.
         data: A store or synthetic data; default: the data of the run.
+
+    Returns:
+        The metrics by split. By split and column, how many values have no row of their own: they
+        share row 0 of their table, because training has them too rarely, or not at all. Columns
+        without such values are left out, and so are splits without such columns.
 
     Raises:
         ConfigError: there is no saved model, it does not fit the data, or both splits are empty.
@@ -235,25 +239,10 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, dict
         for split in splits:
             found = evaluate_split(model, source, split, config.eval.batch_size)
             metrics[split] = with_ranking(found, model, source, split, config.eval)
-    return metrics
-
-
-def unknown_values(run_dir: str | Path, data: str | None = None) -> dict[str, dict[str, int]]:
-    """Values of the test and validation splits that have no row of their own, by split and column.
-
-    They share row 0 of their table: training has them too rarely, or not at all. Columns without
-    such values are left out, and so are splits without such columns.
-
-    Args:
-        run_dir: A run.
-        data: A store or synthetic data; default: the data of the run.
-    """
-    config = RunFolder.open(run_dir).read_config()
-    source = open_source(config if data is None else replace(config, data=data), to_train=False)
     counts = source.meta.get("unknown", {}) if isinstance(source, Store) else {}
     # `+` leaves out what is 0.
-    found = {split: dict(+Counter(counts.get(split, {}))) for split in ("test", "validation")}
-    return {split: columns for split, columns in found.items() if columns}
+    unknown = {split: dict(+Counter(counts.get(split, {}))) for split in splits}
+    return metrics, {split: columns for split, columns in unknown.items() if columns}
 
 
 @contextmanager

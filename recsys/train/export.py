@@ -360,8 +360,7 @@ def _export_program(folder: RunFolder, file: Path, quantize: str | None) -> Path
     program = _trace(model.requires_grad_(False), source)
     tables = [module for module in model.modules() if isinstance(module, _TableRows)]
     table_bytes = sum(rows.nbytes for table in tables for rows in table.parameters())
-    about = _describe(source, record)
-    about |= {"rows": quantize or "float32", "table_bytes": table_bytes}
+    about = _describe(source, record) | {"rows": quantize or "float32", "table_bytes": table_bytes}
     # On a full disk, PyTorch's writer ends the process.
     if table_bytes > shutil.disk_usage(existing(file.parent)).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))

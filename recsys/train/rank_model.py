@@ -75,20 +75,18 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
-def require_supported(
-    config: TrainConfig, source: SampleSource, num_ranks: int, *, keeps_best: bool
-) -> None:
-    """Check that several processes can train a configuration.
+def require_supported(config: TrainConfig, source: SampleSource, *, keeps_best: bool) -> None:
+    """Check that the processes of this run can train a configuration.
 
     Args:
         config: The configuration.
         source: The data.
-        num_ranks: W, the number of processes.
         keeps_best: Whether early stopping keeps the best weights.
 
     Raises:
         ConfigError: they cannot.
     """
+    world = num_ranks()
     rules = [
         ("embeddings", config.embeddings, ("recsys",)),
         ("device", config.device, ("cpu",)),
@@ -102,26 +100,26 @@ def require_supported(
         if value not in allowed:
             wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {allowed}"
             raise ConfigError(
-                f"{key} must be {wanted} on {num_ranks} processes, got {value!r}; change it, or "
+                f"{key} must be {wanted} on {world} processes, got {value!r}; change it, or "
                 "train on one process"
             )
     if needs_rows(config.model):
         raise ConfigError(
-            f"model.name {config.model.name!r} looks rows up without pooling, which {num_ranks} "
+            f"model.name {config.model.name!r} looks rows up without pooling, which {world} "
             "processes do not support; choose a model that pools, such as 'dlrm', or train on one "
             "process"
         )
-    if config.batch_size % num_ranks:
+    if config.batch_size % world:
         size = config.batch_size
         raise ConfigError(
-            f"batch_size must be a multiple of the number of processes, {num_ranks}, got {size}; "
+            f"batch_size must be a multiple of the number of processes, {world}, got {size}; "
             f"start a number that divides {size}, or, for a new run, set it to "
-            f"{-(-size // num_ranks) * num_ranks}"
+            f"{-(-size // world) * world}"
         )
     last = len(source.splits["train"]) % config.batch_size
-    if 0 < last < num_ranks:
+    if 0 < last < world:
         raise ConfigError(
-            f"the last mini-batch of an epoch has {last} samples, fewer than the {num_ranks} "
+            f"the last mini-batch of an epoch has {last} samples, fewer than the {world} "
             f"processes, with batch_size {config.batch_size}; start fewer processes, or, for a new "
             "run, choose another batch_size"
         )

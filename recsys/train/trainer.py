@@ -136,8 +136,7 @@ def train(
         # Code of the user's, such as a callback, may change the current folder.
         run_dir = Path(run_dir).absolute()
         stack.enter_context(joined())
-        given = {"--resume": resume, "--checkpoint": checkpoint}
-        agree(flat(describe_config(config)) | given)
+        agree(flat(describe_config(config)) | {"--resume": resume, "--checkpoint": checkpoint})
         own_dir = run_dir
         if rank():  # the files of a further process are deleted in the end
             own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="recsys-"))) / "run"
@@ -151,9 +150,16 @@ def train(
                 earlier = Reopened(RunFolder.create(own_dir, config), *found)
         if earlier is not None and earlier.record is not None:
             return earlier.record
-        show = show_progress and not rank()
         # In no variable here: the model is gone when contexts end, before its files are deleted.
-        return Trainer(config, run_dir, own_dir, earlier, callbacks, stack, show=show).train(stack)
+        return Trainer(
+            config,
+            run_dir,
+            own_dir,
+            earlier,
+            callbacks,
+            stack,
+            show=show_progress and not rank(),
+        ).train(stack)
 
 
 class Trainer:
@@ -201,8 +207,10 @@ class Trainer:
         self.callbacks = (
             RunCallbacks(epochs=config.epochs) if rank() else callbacks_of(config, callbacks)
         )
-        of_ranking = any(each.is_of_ranking for each in self.callbacks.stopping)
-        [self._is_ranked_in_training] = any_of(of_ranking or config.model.compares_items)
+        [self._is_ranked_in_training] = any_of(
+            config.model.compares_items
+            or any(each.is_of_ranking for each in self.callbacks.stopping)
+        )
         self.source = source = open_source(config)
         after = None if earlier is None else earlier.saved
         # A checkpoint has the rows, so a run that continues does not read `init_from`.
@@ -210,22 +218,20 @@ class Trainer:
         if num_ranks() > 1:
             from recsys.train.rank_model import require_supported  # imports TorchRec
 
-            keeps_best = self.callbacks.keeps_best is not None
-            require_supported(new, source, num_ranks(), keeps_best=keeps_best)
+            require_supported(new, source, keeps_best=self.callbacks.keeps_best is not None)
         first_model = open_first_model(new, source)
         if config.early_stopping.patience:
             require_metric(config, source)
         if earlier is None:
             RunFolder.require_place(own_dir)
-        cold_path = cold_folder(config, run_dir)
+        of_tables = replace(config, cold_path=cold_folder(config, run_dir))
         agree({"the data's fingerprint": source.fingerprint})
 
         # The model, and what trains it.
         self.threads = set_num_threads(config.num_threads or share_of_cores())
         tune_allocator()
         plan = choose_plan(config, source)
-        self.loader = build_loader(config, source, plan, rank(), num_ranks())
-        of_tables = replace(config, cold_path=cold_path)
+        self.loader = build_loader(config, source, plan)
         self.share = EVERYTHING
         if num_ranks() > 1:
             from recsys.train.rank_model import build_rank_model  # imports TorchRec
@@ -254,7 +260,6 @@ class Trainer:
             config,
             clock,
             config.epochs * len(self.loader),
-            is_divided=num_ranks() > 1,
         )
         self.progress = Progress(
             self.folder,
@@ -445,7 +450,6 @@ class Trainer:
                 split,
                 keys.batch_size,
                 max_samples,
-                is_divided=num_ranks() > 1,
                 show=show,
             )
             if is_ranked:
@@ -550,8 +554,9 @@ class Trainer:
                 if any(any_of(interrupted.is_set())):
                     is_whole = False
                     break
-                show = self._shows_progress
-                self.metrics[split] = self._evaluate(split, is_ranked=True, show=show)
+                self.metrics[split] = self._evaluate(
+                    split, is_ranked=True, show=self._shows_progress
+                )
             self.pipeline.clock.mark("evaluate")
         if is_whole:
             folder.append_history({**progress.position(), **self.metrics})

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from recsys.batch import SampleSource
 
@@ -98,8 +97,7 @@ def _size_tables(
     train_model, optimizers = build_model(resident, source, table_device="meta")
     model: nn.Module = train_model.model
     if config.embeddings != "recsys":
-        of_rows: Optimizer = optimizers[-1]
-        return estimate(model, optimizer=of_rows), model
+        return estimate(model, optimizer=optimizers[-1]), model
     tables = estimate(
         model,
         tables_budget(config, source) or None,
@@ -139,9 +137,10 @@ class BudgetVerification(NamedTuple):
         verdict = "equal to the last bit"
         if self.differing:
             verdict = f"DIFFERS in {len(self.differing)}: {', '.join(self.differing[:3])}"
-        steps = counted(self.num_steps, "step")
-        size = format_bytes(self.budget_bytes)
-        return f"{self.name:<12}{size:>10}  {steps}, {tiers}: {verdict}"
+        return (
+            f"{self.name:<12}{format_bytes(self.budget_bytes):>10}  "
+            f"{counted(self.num_steps, 'step')}, {tiers}: {verdict}"
+        )
 
 
 def verify_budgets(
