@@ -24,7 +24,6 @@ loads with the other.
 
 from __future__ import annotations
 
-import warnings
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from recsys._support.files import as_argument, existing
+from recsys._support.files import existing
 from recsys._support.safetensors_dtypes import DTYPES
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
@@ -43,7 +42,6 @@ from recsys.batch import (
     Features,
     PooledEmbeddings,
     SampleSource,
-    feature_tables,
     features_by_table,
     histories_of,
 )
@@ -105,10 +103,8 @@ if TYPE_CHECKING:
     from recsys.config import ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
-    from recsys.train.run_folder import RunFolder
 
 __all__ = [
-    "INIT_FROM_NEEDS",
     "TorchEmbeddingBags",
     "autocast",
     "build_embeddings",
@@ -123,17 +119,11 @@ __all__ = [
     "describe_schedule",
     "describe_tiers",
     "needs_rows",
-    "open_first_model",
     "open_source",
-    "require_features_of",
     "row_optimizer",
     "tables_budget",
     "tables_of",
 ]
-
-INIT_FROM_NEEDS = (
-    "init_from needs a run with the same model.* keys, and data prepared --like its store"
-)
 
 
 def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
@@ -168,67 +158,6 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
                 "table and prepare it again, or give more data (14 samples, or days of 2)"
             )
     return source
-
-
-def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None:
-    """Check that data has the features of a run, table by table, and encodes values as its data.
-
-    Args:
-        record: The run's record.
-        source: The data.
-
-    Raises:
-        ConfigError: features, their tables, the order of tables, or the entry `encoding` differ.
-    """
-    found, data = feature_tables(source), record["data"]
-    known = data.get("features", [{"name": name, "table": name} for name in data["table_sizes"]])
-    expected = {feature["name"]: feature["table"] for feature in known}
-    if list(found.items()) != list(expected.items()):
-        raise ConfigError(
-            f"{source.describe()['name']}: its features and their tables must be those of the run, "
-            f"{expected}, got {found}; prepare it as the data of the run was prepared"
-        )
-    encoding = source.meta.get("encoding") if isinstance(source, Store) else None
-    if None not in (encoding, data.get("encoding")) and encoding != data["encoding"]:
-        raise ConfigError(
-            f"store {source.describe()['name']}: values must have the rows, and dense columns the "
-            f"rules, that they had in {data['name']}, the data of the run; got others, by the key "
-            "encoding of meta.json; prepare the files with `recsys prepare table FILES --like "
-            f"{as_argument(data['name'])} --out STORE`, or train again if {data['name']} was "
-            "prepared again since"
-        )
-
-
-def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | None:
-    """The run that `init_from` names; None without one. Warns if that run did not finish.
-
-    The first values of a new run are those of the model that this run has saved. Optimizers, the
-    order of samples and schedules of learning rates begin anew.
-
-    Args:
-        config: The configuration of the new run.
-        source: Its data.
-
-    Raises:
-        ConfigError: the folder is not of a run that ended and saved its model, or the data has
-            other features, or encodes values in another way, than that of the run.
-    """
-    if not config.init_from:
-        return None
-    # It needs pydantic, and benchmarks use this file where there is none.
-    from recsys.train.run_folder import RunFolder
-
-    folder = RunFolder.open(config.init_from)
-    folder.require_model()
-    record = folder.read_record()
-    require_features_of(record, source)
-    if record["status"] != "finished":
-        warnings.warn(
-            f"init_from: the status of {folder.path} is {record['status']!r}, not 'finished', and "
-            "this run begins with the model that it saved when it stopped",
-            stacklevel=2,
-        )
-    return folder
 
 
 def tables_of(
@@ -709,7 +638,7 @@ def build_loader(
     # `build_model` refuses a device that is missing.
     pin_memory = config.device == "cuda" and torch.cuda.is_available()
     fae = config.schedule.fae
-    if fae is None:
+    if fae is None or plan is None:
         return BatchLoader(
             source,
             "train",
@@ -722,7 +651,6 @@ def build_loader(
             rank=rank(),
             num_ranks=num_ranks(),
         )
-    assert plan is not None
     is_hot = plan.find_hot_samples(source, source.splits["train"])
     return HotColdLoader(
         source,

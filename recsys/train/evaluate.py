@@ -1,4 +1,4 @@
-"""Quality of a model on the splits of its data, during a run and of a saved model.
+"""Saved models, opened; quality of a model on the splits of its data, also during a run.
 
 Every split has the metrics of `MetricsAccumulator`. Data with groups has GAUC as well, and data
 that holds positive samples alone outside training has recall and NDCG at k.
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm  # in a notebook, its own bar
 
+from recsys._support.files import as_argument
 from recsys._support.machine import set_num_threads
+from recsys.batch import feature_tables
 from recsys.config import EvalConfig, OptimizerConfig, TrainConfig, replace
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
@@ -23,7 +25,7 @@ from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
 from recsys.train.baselines import rank_baselines
-from recsys.train.build import autocast, build_model, open_source, require_features_of
+from recsys.train.build import autocast, build_model, open_source
 from recsys.train.metrics import MetricsAccumulator
 from recsys.train.progress import LOWER_LR
 from recsys.train.ranking import rank_items
@@ -31,7 +33,7 @@ from recsys.train.ranks import gather, num_ranks, rank
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -40,12 +42,19 @@ if TYPE_CHECKING:
     from recsys.batch import Batch, SampleSource
 
 __all__ = [
+    "INIT_FROM_NEEDS",
     "evaluate_run",
     "evaluate_split",
+    "open_first_model",
     "open_saved_model",
     "scores_of",
     "with_ranking",
 ]
+
+
+INIT_FROM_NEEDS = (
+    "init_from needs a run with the same model.* keys, and data prepared --like its store"
+)
 
 
 def evaluate_split(
@@ -152,6 +161,64 @@ def scores_of(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDAr
     """Logits and labels of a mini-batch on any device, on the CPU."""
     _, (_, logits, labels) = model(batch.to(device_of(model)))
     return logits.float().cpu().numpy(), labels.cpu().numpy()
+
+
+def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None:
+    """Check that data has the features of a run, table by table, and encodes values as its data.
+
+    Args:
+        record: The run's record.
+        source: The data.
+
+    Raises:
+        ConfigError: features, their tables, the order of tables, or the entry `encoding` differ.
+    """
+    found, data = feature_tables(source), record["data"]
+    known = data.get("features", [{"name": name, "table": name} for name in data["table_sizes"]])
+    expected = {feature["name"]: feature["table"] for feature in known}
+    if list(found.items()) != list(expected.items()):
+        raise ConfigError(
+            f"{source.describe()['name']}: its features and their tables must be those of the run, "
+            f"{expected}, got {found}; prepare it as the data of the run was prepared"
+        )
+    encoding = source.meta.get("encoding") if isinstance(source, Store) else None
+    if None not in (encoding, data.get("encoding")) and encoding != data["encoding"]:
+        raise ConfigError(
+            f"store {source.describe()['name']}: values must have the rows, and dense columns the "
+            f"rules, that they had in {data['name']}, the data of the run; got others, by the key "
+            "encoding of meta.json; prepare the files with `recsys prepare table FILES --like "
+            f"{as_argument(data['name'])} --out STORE`, or train again if {data['name']} was "
+            "prepared again since"
+        )
+
+
+def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | None:
+    """The run that `init_from` names; None without one. Warns if that run did not finish.
+
+    The first values of a new run are those of the model that this run has saved. Optimizers, the
+    order of samples and schedules of learning rates begin anew.
+
+    Args:
+        config: The configuration of the new run.
+        source: Its data.
+
+    Raises:
+        ConfigError: the folder is not of a run that ended and saved its model, or the data has
+            other features, or encodes values in another way, than that of the run.
+    """
+    if not config.init_from:
+        return None
+    folder = RunFolder.open(config.init_from)
+    folder.require_model()
+    record = folder.read_record()
+    require_features_of(record, source)
+    if record["status"] != "finished":
+        warnings.warn(
+            f"init_from: the status of {folder.path} is {record['status']!r}, not 'finished', and "
+            "this run begins with the model that it saved when it stopped",
+            stacklevel=2,
+        )
+    return folder
 
 
 def open_saved_model(

@@ -72,6 +72,7 @@ class Predictor:
 
     Attributes:
         source: The data.
+        meta: What `meta.json` of a store holds; empty for synthetic data.
         group: The column of groups in the data of a store; empty without one.
         item: The column of the item of drawn negatives; empty where none are drawn.
 
@@ -87,7 +88,8 @@ class Predictor:
         self._run_dir = run_dir
         opened = open_saved_model(run_dir, store, batch_size=batch_size)
         self._config, self.source, self._model = opened
-        schema = self.source.meta.get("schema", {}) if isinstance(self.source, Store) else {}
+        self.meta = self.source.meta if isinstance(self.source, Store) else {}
+        schema = self.meta.get("schema", {})
         self.group: str = schema.get("group", "")
         self.item: str = schema.get("negatives", {}).get("item", "")
 
@@ -264,10 +266,9 @@ def predict_run(
     predictor = Predictor(run_dir, store=source, batch_size=batch_size)
     unknown: Counter[str] = Counter()
     if from_store:
-        assert isinstance(predictor.source, Store)
         has_labels = not predictor.item  # else what is left has label 1
         scored = predictor.scored(predictor.samples(), lambda row: f"store {source}, sample {row}")
-        for counts in predictor.source.meta.get("unknown", {}).values():
+        for counts in predictor.meta.get("unknown", {}).values():
             unknown.update(counts)
     else:
         encoder = predictor.encoder

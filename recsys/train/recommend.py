@@ -17,7 +17,6 @@ are mapped from the saved model, which may be larger than memory.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +44,7 @@ from recsys.train.ranking import Items, ItemScorer, samples_by_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import pandas as pd
     from numpy.typing import NDArray
@@ -74,14 +74,16 @@ class Recommender:
     ) -> None:
         opened = open_saved_model(run_dir, store, batch_size=batch_size)
         self._config, source, self._model = opened
-        is_good = isinstance(source, Store) and "ranking" in source.meta
-        if not is_good or not (Path(self._config.data) / GROUPS).is_file():
+        if (
+            not isinstance(source, Store)
+            or "ranking" not in source.meta
+            or not (source.path / GROUPS).is_file()
+        ):
             raise ConfigError(
                 f"{self._config.data} must be a store of pairs of groups and items, whose schema "
                 f"has group and [negatives], with its {GROUPS}; name another by --store, or "
                 "prepare it again"
             )
-        assert isinstance(source, Store)
         self.store = source
         self._schema, self._items = read_schema(source), Items(source)
         self._scorer = ItemScorer(self._model, self._items, batch_size)

@@ -39,7 +39,6 @@ from recsys.errors import TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.build import (
-    INIT_FROM_NEEDS,
     autocast,
     build_loader,
     build_model,
@@ -48,13 +47,17 @@ from recsys.train.build import (
     cold_folder,
     describe_schedule,
     describe_tiers,
-    open_first_model,
     open_source,
 )
 from recsys.train.callbacks import Callback, RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint import Checkpoints
 from recsys.train.checkpoint.restore import EVERYTHING, Contents, errors_of_state, restore
-from recsys.train.evaluate import evaluate_split, with_ranking
+from recsys.train.evaluate import (
+    INIT_FROM_NEEDS,
+    evaluate_split,
+    open_first_model,
+    with_ranking,
+)
 from recsys.train.progress import LOWER_LR, Progress
 from recsys.train.ranks import (
     agree,
@@ -338,7 +341,19 @@ class Trainer:
             try:
                 self._end_checkpoints()
             finally:
-                record |= self._measured()
+                skipping, checkpoints = self.pipeline.skipping, self.checkpoints
+                record |= {
+                    "throughput": self.progress.throughput(),
+                    "stalls": describe_stalls(self.pipeline.clock),
+                    "schedule": describe_schedule(self.pipeline, self.loader),
+                    "processes": {"num_ranks": num_ranks()} if num_ranks() > 1 else None,
+                    "tiers": describe_tiers(self.saved),
+                    "skipped": None if skipping is None else skipping.report(),
+                    "checkpoints": None if checkpoints is None else checkpoints.describe(),
+                    "stopped_early": self.callbacks.stopped,
+                    "model_step": self.model_step,
+                    "peak_memory_bytes": peak_memory_bytes(),
+                }
                 write_json(self.folder.record_file, record)
         # Not before the record: a run that is killed in between needs it again.
         if is_finished and self.config.save_model:  # else it is the one copy of these weights
@@ -563,22 +578,6 @@ class Trainer:
         if self.checkpoints is not None and self.has_saved:
             self.checkpoints.wait()
         return is_whole
-
-    def _measured(self) -> dict[str, Any]:
-        """What the record of a run that has ended says of its time and its memory."""
-        skipping, checkpoints = self.pipeline.skipping, self.checkpoints
-        return {
-            "throughput": self.progress.throughput(),
-            "stalls": describe_stalls(self.pipeline.clock),
-            "schedule": describe_schedule(self.pipeline, self.loader),
-            "processes": {"num_ranks": num_ranks()} if num_ranks() > 1 else None,
-            "tiers": describe_tiers(self.saved),
-            "skipped": None if skipping is None else skipping.report(),
-            "checkpoints": None if checkpoints is None else checkpoints.describe(),
-            "stopped_early": self.callbacks.stopped,
-            "model_step": self.model_step,
-            "peak_memory_bytes": peak_memory_bytes(),
-        }
 
 
 @contextmanager

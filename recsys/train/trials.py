@@ -25,18 +25,17 @@ from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
 from recsys.train.build import (
-    INIT_FROM_NEEDS,
     build_loader,
     build_model,
     build_pipeline,
     choose_plan,
     cold_folder,
     describe_tiers,
-    open_first_model,
     open_source,
     tables_budget,
 )
 from recsys.train.callbacks import callbacks_of, require_metric
+from recsys.train.evaluate import INIT_FROM_NEEDS, open_first_model
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -96,11 +95,10 @@ def _size_tables(
     resident = replace(config, budget="", plan="", cold_tier="host", cold_path="")
     train_model, optimizers = build_model(resident, source, table_device="meta")
     model: nn.Module = train_model.model
-    if config.embeddings != "recsys":
-        return estimate(model, optimizer=optimizers[-1]), model
     tables = estimate(
         model,
         tables_budget(config, source) or None,
+        optimizer=None if config.embeddings == "recsys" else optimizers[-1],
         plan=plan,
         cold_tier=config.cold_tier,
         cold_path=cold_path or None,

@@ -309,9 +309,7 @@ class Contents:
 
     def write(self, rows: Rows, saved: Table) -> None:
         """Write those rows of a block that this process has, of the arrays in `saved`."""
-        for table in self.tables.tables:
-            if table.key != rows.key:
-                continue
+        for table in (each for each in self.tables.tables if each.key == rows.key):
             begin, end = self._rows_of(table)
             numbers, num_rows = rows.rows - begin, end - begin
             for name in rows.arrays.keys() & saved.arrays.keys():

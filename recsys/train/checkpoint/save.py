@@ -348,8 +348,7 @@ class Checkpoints:
             if cut.is_given_up.wait(_POLL_SECONDS):
                 raise TimeoutError("another process has not written its rows")
         since = [(last.number, last.id)] if last is not None and self._continues else []
-        if len(cut.pieces) == 1:  # a delta alone, after the pieces before
-            assert last is not None
+        if last is not None and len(cut.pieces) == 1:  # a delta alone, after the pieces before
             names, since = [*last.pieces, *names], last.since + since
         sizes = {
             name: sum(file.num_bytes for file in read_piece(folder, name).files) for name in names
