@@ -418,9 +418,6 @@ def _build_retrieval(
     ranking = source.meta["ranking"]
     num_items = source.table_sizes[source.feature_tables[ranking["item"]]]
     catalog = np.empty((num_items, 0)) if source.catalog is None else source.catalog
-    keys = config.two_tower or config.sasrec
-    assert keys is not None
-    settings = keys.model_dump(exclude={"num_sampled", "mlp"})
     arguments = (
         embeddings,
         source.histories,
@@ -429,7 +426,10 @@ def _build_retrieval(
         source.num_dense,
     )
     if config.two_tower is not None:
+        settings = config.two_tower.model_dump(exclude={"num_sampled", "mlp"})
         return TwoTower(*arguments, config.two_tower.mlp, **settings, dense_device=device)
+    assert config.sasrec is not None
+    settings = config.sasrec.model_dump(exclude={"num_sampled"})
     return SASRec(*arguments, **settings, dense_device=device)
 
 
@@ -756,8 +756,11 @@ def describe_schedule(
     if pipeline.choice is not None:
         return {"name": "auto", **pipeline.choice.describe()}
     if isinstance(pipeline.schedule, LookAhead):
-        depth = pipeline.schedule.depth
-        return {"name": "lookahead", "depth": depth, "mean_depth": pipeline.mean_depth}
+        return {
+            "name": "lookahead",
+            "depth": pipeline.schedule.depth,
+            "mean_depth": pipeline.mean_depth,
+        }
     if pipeline.popular_split is not None:
         return {"name": "hotline", **pipeline.popular_split.describe()}
     return {"name": "sequential"}

@@ -112,8 +112,8 @@ class Predictor:
             StoreError: the run's store was not made from a table.
             TypeError: it is no frame.
         """
-        labels = self.encoder.schema.label_columns
-        blocks = Frames(frame, self.encoder.schema, without=labels).batches()
+        schema = self.encoder.schema
+        blocks = Frames(frame, schema, without=schema.label_columns).batches()
         scored = self.scored(self.encoded(blocks), lambda row: f"row {row} (from 0)")
         found = [table["score"].to_numpy() for table in scored]
         return np.concatenate(found) if found else np.empty(0, np.float32)
@@ -174,11 +174,13 @@ class Predictor:
             num_rows = 0
             for block in blocks:
                 rows = self.encoder.encode(block)
-                columns: dict[str, Any] = {"row": np.arange(num_rows, num_rows + block.num_rows)}
-                for column, name in names.items():
-                    if column in block.schema.names:
-                        columns[name] = plain(block.column(column))
-                table = pa.table(columns)
+                columns = {
+                    name: plain(block.column(column))
+                    for column, name in names.items()
+                    if column in block.schema.names
+                }
+                numbers = np.arange(num_rows, num_rows + block.num_rows)
+                table = pa.table({"row": numbers, **columns})
                 num_rows += block.num_rows
                 yield [
                     (rows.take(part).as_batch(), table.slice(part[0], len(part)))
@@ -264,20 +266,17 @@ def predict_run(
         raise ConfigError(f"--store is for files, and {data[0]} is a store; leave --store out")
     source = data[0] if from_store else store
     predictor = Predictor(run_dir, store=source, batch_size=batch_size)
-    unknown: Counter[str] = Counter()
     if from_store:
         has_labels = not predictor.item  # else what is left has label 1
         scored = predictor.scored(predictor.samples(), lambda row: f"store {source}, sample {row}")
-        for counts in predictor.meta.get("unknown", {}).values():
-            unknown.update(counts)
+        unknown = list(predictor.meta.get("unknown", {}).values())  # of each part
     else:
         encoder = predictor.encoder
+        unknown = [encoder.unknown]  # counts on
         files = encoder.files(data)
         has_labels = encoder.schema.label in files.columns
         scored = predictor.scored(predictor.encoded(files.batches()), files.place)
     tables = (table if has_labels else table.drop_columns("label") for table in scored)
     empty = pa.table({"row": np.empty(0, np.int64), "score": np.empty(0, np.float32)})
     written = write_parquet(out, tables, empty, -(-_WRITTEN_ROWS // batch_size))
-    if not from_store:
-        unknown.update(predictor.encoder.unknown)
-    return written, dict(+unknown)  # without those that are 0
+    return written, dict(sum(map(Counter, unknown), Counter()))  # leaves out what is 0

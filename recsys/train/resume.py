@@ -64,9 +64,8 @@ def reopened(
 
     Raises:
         AlreadyExists: a finished run has no checkpoint to continue from.
-        CheckpointError: a checkpoint cannot be read.
-        ConfigError: the folder is not of a run, or in use; the configuration or its data does not
-            fit the run; or `number` is given and the folder is new.
+        ConfigError: the folder is not of a run, or in use; the configuration does not fit the run;
+            or `number` is given and the folder is new.
         StoreError: there is no data.
     """
     is_new = not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir()))
@@ -90,15 +89,13 @@ def reopened(
         )
         return Reopened(folder, None, record)
     saved = newest(folder.checkpoints_folder) if number is None else number
-    if saved is not None:
-        _require_same_data(folder, saved, config)
-    elif is_finished:
+    if saved is None and is_finished:
         raise AlreadyExists(
             f"{run_dir} is finished and has no checkpoint to continue from: none could be written, "
             "or it was shorter than checkpoint.every_seconds and checkpoint.every_steps was not "
             "set; choose another folder with --run to train from the first sample"
         )
-    else:
+    if saved is None:
         sys.stderr.write(
             f"{run_dir} has no complete checkpoint: training starts from the first sample\n"
         )
@@ -132,31 +129,6 @@ def _require_same_run(run_dir: Path, before: TrainConfig, config: TrainConfig) -
             config.epochs < before.epochs,
             f"{run_dir} cannot continue with epochs {config.epochs}: it was trained with "
             f"{before.epochs}; epochs may only become more",
-        )
-    )
-
-
-def _require_same_data(folder: RunFolder, saved: int, config: TrainConfig) -> None:
-    """Check that the data of a configuration is that of a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-        ConfigError: the data has another fingerprint.
-    """
-    from recsys.train.build import open_source
-    from recsys.train.checkpoint.format import read_manifest, read_state
-    from recsys.train.checkpoint.restore import errors_of_state  # imports PyTorch
-
-    place, found = folder.checkpoints_folder, open_source(config).fingerprint
-    with errors_of_state():
-        state = read_state(place, read_manifest(place, saved).deltas[0], is_mapped=True)
-        known = state["state"]["state"]["data"]
-    refuse(
-        (
-            found != known,
-            f"{folder.path} was trained on other data: the fingerprint was {known!r} then and is "
-            f"{found!r} now; name the data of the run, or go on with other data in a new run by "
-            f"--set {as_argument(f'init_from={folder.path}')}",
         )
     )
 

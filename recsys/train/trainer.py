@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm.auto import tqdm  # in a notebook, its own bar
 
-from recsys._support.files import alone_in, make_folders
+from recsys._support.files import alone_in, as_argument, make_folders
 from recsys._support.machine import (
     describe_environment,
     peak_memory_bytes,
@@ -35,7 +35,7 @@ from recsys._support.machine import (
     tune_allocator,
 )
 from recsys.config import TrainConfig, describe_config, flat, replace
-from recsys.errors import TrainingDiverged
+from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.build import (
@@ -51,6 +51,7 @@ from recsys.train.build import (
 )
 from recsys.train.callbacks import Callback, RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint import Checkpoints
+from recsys.train.checkpoint.format import read_manifest, read_state
 from recsys.train.checkpoint.restore import EVERYTHING, Contents, errors_of_state, restore
 from recsys.train.evaluate import (
     INIT_FROM_NEEDS,
@@ -525,9 +526,21 @@ class Trainer:
 
         Raises:
             CheckpointError: it is damaged, or of another model.
+            ConfigError: it is of other data.
         """
+        folder = self._checkpoints_folder
+        with errors_of_state():
+            first = read_manifest(folder, number).deltas[0]
+            known = read_state(folder, first, is_mapped=True)["state"]["state"]["data"]
+        if known != self.source.fingerprint:
+            raise ConfigError(
+                f"{self.run_dir} was trained on other data: the fingerprint was {known!r} then and "
+                f"is {self.source.fingerprint!r} now; name the data of the run, or go on with "
+                "other data in a new run by --set "
+                f"{as_argument(f'init_from={self.run_dir}')}"
+            )
         contents = Contents(self.saved, self.optimizers, self.share)
-        state = restore(self._checkpoints_folder, contents, number)["state"]
+        state = restore(folder, contents, number)["state"]
         with errors_of_state(f"checkpoint {number}"):
             for name, part in self._parts.items():
                 part.load_state_dict(state[name])

@@ -353,8 +353,7 @@ class Checkpoints:
         sizes = {
             name: sum(file.num_bytes for file in read_piece(folder, name).files) for name in names
         }
-        before = 0 if last is None else last.number
-        manifest = Manifest(cut.number, secrets.token_hex(8), before, since, sizes)
+        manifest = Manifest(cut.number, secrets.token_hex(8), self.newest or 0, since, sizes)
         commit(folder, manifest)
         remove_unneeded(folder)
         self._last = manifest
@@ -388,8 +387,11 @@ class Checkpoints:
             return
         if strict or not isinstance(error, _EXPECTED):
             raise error
-        what = f"a checkpoint could not be written to {self._folder}, and training goes on"
-        _warn(f"{what}; the newest complete one is {self.newest or 'none'}", error)
+        _warn(
+            f"a checkpoint could not be written to {self._folder}, and training goes on; the "
+            f"newest complete one is {self.newest or 'none'}",
+            error,
+        )
 
     def _copy_every_row(self) -> None:
         """Start to copy every row to a full piece, which the next checkpoint has.
