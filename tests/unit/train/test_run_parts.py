@@ -35,7 +35,7 @@ def fast_memory_of(model, config):
 def test_the_budget_pays_for_the_tracker(skip_config):  # noqa: F811
     config = skip_config("drop_input", *WINDOW)
     model, _ = build_model(config, open_source(config))
-    tracker = StalenessTracker(model, config.skip.staleness)
+    tracker = StalenessTracker(model, config.skip.settings(0).staleness)
 
     assert 0 <= 24 * 1024 - fast_memory_of(model, config) - tracker.num_bytes < 100
 
