@@ -14,7 +14,6 @@ from ranks_cases import error_of
 
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
-from recsys.errors import ConfigError
 from recsys.train import Callback, train
 
 SETTINGS = (
@@ -101,13 +100,6 @@ def has_callbacks(rank, world, run, settings, resume=False, given=None, **option
         "metrics": record["metrics"],
         "stopped_early": record["stopped_early"],
     }
-
-
-def is_refused(rank, world, **arguments):
-    """What each rank says; an error that the test sees would end it."""
-    with pytest.raises(ConfigError) as refused:
-        run_training(**arguments)
-    return str(refused.value)
 
 
 def is_given_others(rank, world, of_last, **arguments):

@@ -204,7 +204,8 @@ def test_a_callback_of_the_first_rank_alone_ends_all(ranks, tmp_path, given, num
 
 
 def test_what_is_not_supported_is_refused(ranks, tmp_path):
-    found = ranks("is_refused", run=str(tmp_path / "run"), settings=["batch_size=65"])
+    settings = ["batch_size=65"]
+    found = ranks("is_given_others", run=str(tmp_path / "run"), settings=settings, of_last={})
 
     rule = "batch_size must be a multiple of the number of processes, 2"
     assert all(rule in message for message in found)
