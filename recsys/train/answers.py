@@ -14,7 +14,7 @@ from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.numbering import vocabulary_file
 from recsys.datasets.store import GROUPS, Store
 from recsys.datasets.tabular.encode import read_schema
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,8 +34,16 @@ def values_of_rows(store: Store, feature: str) -> pa.Array:
 
 
 def _values_in(file: Path) -> pa.Array:
-    with pa.memory_map(str(file)) as source:
-        return pa.ipc.open_file(source).read_all().column("value").combine_chunks()
+    """The column of a vocabulary, mapped from its file.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    try:
+        with pa.memory_map(str(file)) as source:
+            return pa.ipc.open_file(source).read_all().column("value").combine_chunks()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise StoreError(f"{file} is damaged ({error}); prepare the store again") from error
 
 
 def new_parquet(file: str | Path) -> Path:

@@ -302,8 +302,9 @@ def build_embeddings(
         # torch warns that they are not checked.
         checks.disable()  # type: ignore[no-untyped-call]
     module = TorchEmbeddingBags(tables, device)
-    of_rows = _SPARSE_OPTIMIZERS[optimizer.name]
-    return module, of_rows(module.parameters(), **constants_of(optimizer))
+    return module, _SPARSE_OPTIMIZERS[optimizer.name](
+        module.parameters(), **constants_of(optimizer)
+    )
 
 
 class TorchEmbeddingBags(AbstractEmbeddingBags):

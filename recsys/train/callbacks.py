@@ -374,8 +374,11 @@ def _required(module: str, package: str, callback: Callback) -> Any:
 
 def _scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     """The measurements in a line of the history, or in the metrics of a record, by name."""
-    found = {"samples_per_second": entry.get("samples_per_second")}
-    found |= {f"train/{key}": entry.get(f"train_{key}") for key in ("loss", "auc")}
+    found = {
+        "samples_per_second": entry.get("samples_per_second"),
+        "train/loss": entry.get("train_loss"),
+        "train/auc": entry.get("train_auc"),
+    }
     for split in ("validation", "test"):
         found |= {f"{split}/{key}": value for key, value in (entry.get(split) or {}).items()}
     return {key: value for key, value in found.items() if isinstance(value, float)}
@@ -402,18 +405,9 @@ def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallb
                 f"callbacks must be objects of recsys.train.Callback, got {each!r}; derive its "
                 "class from Callback, and make an object of it"
             )
-    stopping, found = config.early_stopping, list[Callback]()
-    if stopping.patience:
-        found.append(
-            EarlyStopping(
-                stopping.patience,
-                metric=stopping.metric,
-                min_delta=stopping.min_delta,
-                keep=stopping.keep,
-            )
-        )
-    found += map(_build, config.callbacks)
-    return RunCallbacks([*found, *more], config.epochs)
+    stopping = config.early_stopping
+    own = [EarlyStopping(**stopping.model_dump())] if stopping.patience else []
+    return RunCallbacks([*own, *map(_build, config.callbacks), *more], config.epochs)
 
 
 def _build(name: str) -> Callback:

@@ -103,10 +103,8 @@ def evaluate_split(
                 may_be_probabilities = bool(((scores >= 0) & (scores <= 1)).all())
             if accumulator.num_samples == max_samples:
                 break
-    if groups is not None:
-        first = source.splits[split].start
-        groups = groups[first : first + accumulator.num_samples]
-    found = accumulator.result(groups)
+    judged = source.splits[split][: accumulator.num_samples]
+    found = accumulator.result(None if groups is None else groups[judged.start : judged.stop])
     if may_be_probabilities and found["num_samples"] >= 100 and (found["calibration"] or 0) > 1.2:
         warnings.warn(
             "all logits of the model lie in [0, 1], as probabilities do, and its predictions are "
@@ -268,8 +266,7 @@ def open_saved_model(
     if folder.record_file.is_file():
         require_features_of(folder.read_record(), source)
     set_num_threads(config.num_threads)
-    table_device = "meta" if config.device == "cpu" else None
-    model, _ = build_model(config, source, table_device=table_device)
+    model, _ = build_model(config, source, table_device="meta" if config.device == "cpu" else None)
     folder.load_model(model.model)
     return config, source, model.eval()
 

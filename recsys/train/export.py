@@ -441,9 +441,10 @@ class _PlainTables(nn.Module):
         super().__init__()
         self._is_pooled = isinstance(collection, HotColdEmbeddingBagCollection)
         self._name = "embedding_bags" if self._is_pooled else "embeddings"
-        bags: Any = collection
         self._tables: list[TableConfig] = (
-            bags.embedding_bag_configs() if self._is_pooled else bags.embedding_configs()
+            collection.embedding_bag_configs()
+            if isinstance(collection, HotColdEmbeddingBagCollection)
+            else collection.embedding_configs()
         )
         rows = {
             name: _TableRows(module.weight, to_int8=to_int8)

@@ -126,9 +126,7 @@ class MetricsAccumulator:
         positives, negatives = sorted_by_label(logits, is_positive)
         logloss = self._loss / self.num_samples
         rate = self._num_positive / self.num_samples
-        entropy = None
-        if 0 < rate < 1:
-            entropy = -rate * np.log(rate) - (1 - rate) * np.log1p(-rate)
+        entropy = -rate * np.log(rate) - (1 - rate) * np.log1p(-rate) if 0 < rate < 1 else None
         found = {
             "auc": area_under_curve(positives, negatives),
             "auc_standard_error": _standard_error(positives, negatives),

@@ -238,8 +238,8 @@ def predict_run(
     Args:
         run_dir: A run that saved its model.
         data: One store; or files with the columns of the run's store that are features, in order,
-            with or without the label. Other columns are not read. Files are encoded by the
-            vocabularies of the run's store.
+            with or without those of label and group. Other columns are not read. Files are encoded
+            by the vocabularies of the run's store.
         out: A new file, with a name that ends in .parquet.
         batch_size: Samples per forward pass.
         store: For files: where the run's store is now; default: where it was in training.

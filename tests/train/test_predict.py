@@ -218,6 +218,9 @@ def test_scores_of_pairs_stand_beside_user_and_item_and_no_negatives_are_among_t
     assert of_store["site"].tolist() == [*rows.site[:297], None, None, None]
     same(found, of_store)
     assert np.isin(of_store["row"], np.flatnonzero(Store(tmp_path / "clicks").labels)).all()
+    (tmp_path / "clicks" / "groups.arrow").write_bytes(b"ARROW1")
+    out = ("--out", tmp_path / "again.parquet")
+    assert "groups.arrow is damaged" in refused("predict", folder, tmp_path / "clicks", *out)
 
 
 def test_tomorrows_rows_are_predicted_as_a_store_like_todays_and_unknown_values_are_reported(
