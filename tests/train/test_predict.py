@@ -204,13 +204,11 @@ def test_times_weights_and_the_split_are_not_read_and_groups_are_only_written(tm
 
 def test_scores_of_pairs_stand_beside_user_and_item_and_no_negatives_are_among_them(tmp_path):
     file = write_csv(tmp_path / "clicks.csv", without=["click"], new_sites=3)
-    negatives = {"item": "site", "per_positive": 1}
-    split = {"by": "fraction", "test": 0.1, "validation": 0.1}
-    folder = prepare_and_run(tmp_path, file, without=["label"], negatives=negatives, split=split)
+    keys = {"negatives": {"item": "site"}, "split": {"by": "fraction", "test": 0.1}}
+    folder = prepare_and_run(tmp_path, file, without=["label"], **keys)
 
     found, of_store = (predicted(folder, data) for data in (file, tmp_path / "clicks"))
 
-    assert Store(tmp_path / "clicks").num_samples > 500
     assert list(found) == list(of_store) == ["row", "user", "site", "score"]
     rows = pd.read_csv(file)
     assert found["user"].tolist() == of_store["user"].tolist() == rows.user.tolist()
@@ -219,8 +217,9 @@ def test_scores_of_pairs_stand_beside_user_and_item_and_no_negatives_are_among_t
     same(found, of_store)
     assert np.isin(of_store["row"], np.flatnonzero(Store(tmp_path / "clicks").labels)).all()
     (tmp_path / "clicks" / "groups.arrow").write_bytes(b"ARROW1")
-    out = ("--out", tmp_path / "again.parquet")
-    assert "groups.arrow is damaged" in refused("predict", folder, tmp_path / "clicks", *out)
+    assert "groups.arrow is damaged" in refused(
+        "predict", folder, tmp_path / "clicks", "--out", tmp_path / "again.parquet"
+    )
 
 
 def test_tomorrows_rows_are_predicted_as_a_store_like_todays_and_unknown_values_are_reported(
