@@ -382,7 +382,7 @@ def _read_cell(
     split = cell.config.eval.split
     curve = [
         {"num_samples": entry["num_samples"], "train_seconds": entry["train_seconds"]}
-        | {metric: entry[split][metric] for metric in ("auc", "logloss")}
+        | {metric: entry[split].get(metric) for metric in ("auc", "logloss", "recall_at_k")}
         for entry in run.read_history()
         if entry.get(split)
     ]

@@ -684,18 +684,23 @@ def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
 
 
 def _curves_of_variations(cells: Sequence[Mapping[str, Any]]) -> _Curves:
-    """AUC of each variation: the mean over its cells, as far as all of them have evaluations."""
+    """AUC of each variation, or recall at k where items were ranked.
+
+    The mean over its cells, as far as all of them have evaluations.
+    """
+    is_ranked = any(point.get("recall_at_k") for cell in cells for point in cell["curve"])
+    metric, title = ("recall_at_k", "recall at k") if is_ranked else ("auc", "AUC")
     curves = {}
     for name in dict.fromkeys(cell["variation"] for cell in cells):
         of_cells = [
-            pd.DataFrame(cell["curve"], columns=["num_samples", "auc"], dtype=float)
+            pd.DataFrame(cell["curve"], columns=["num_samples", metric], dtype=float)
             for cell in cells
             if cell["variation"] == name
         ]
         means = sum(of_cells[1:], of_cells[0]) / len(of_cells)  # nan where one has no evaluation
         points = means.dropna(subset="num_samples")
-        curves[name] = (points["num_samples"], points["auc"])
-    return {"AUC": curves}
+        curves[name] = (points["num_samples"], points[metric])
+    return {title: curves}
 
 
 def draw_curves(curves: _Curves) -> bytes:

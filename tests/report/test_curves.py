@@ -53,12 +53,13 @@ def test_training_is_smoothed_without_being_shifted(figure_of_run):
     assert loss.xaxis.get_major_formatter()(2_000_000) == "2 M"
 
 
+@pytest.mark.parametrize(("metric", "title"), [("auc", "AUC"), ("recall_at_k", "recall at k")])
 def test_a_variation_is_the_mean_of_its_cells_as_far_as_all_were_evaluated(
-    drawn, ablation, train_once, tmp_path
+    metric, title, drawn, ablation, train_once, tmp_path
 ):
     curves = [
-        ("a,b=1", [{"num_samples": 10, "auc": 0.5}, {"num_samples": 20, "auc": 0.6}]),
-        ("a,b=1", [{"num_samples": 14, "auc": 0.7}]),
+        ("a,b=1", [{"num_samples": 10, metric: 0.5}, {"num_samples": 20, metric: 0.6}]),
+        ("a,b=1", [{"num_samples": 14, metric: 0.7}]),
         ("one", []),
     ]
     config = ablation("[ablate]\nseeds = [0, 1, 2]\n[[ablate.variations]]\nname = 'base'\n")
@@ -70,6 +71,7 @@ def test_a_variation_is_the_mean_of_its_cells_as_far_as_all_were_evaluated(
     write_report(tmp_path / "out")
 
     (axis,) = drawn[-1].axes
+    assert axis.get_ylabel() == title
     assert [line.get_xydata().tolist() for line in axis.lines] == [[[12, 0.6]], []]
     (legend,) = drawn[-1].legends
     assert [text.get_text() for text in legend.get_texts()] == ["a,b=1", "one"]
