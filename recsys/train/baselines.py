@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rank_baselines"]
 
+_METRICS = ("recall_at_k", "recall_standard_error", "ndcg_at_k", "ndcg_standard_error")
 _NEIGHBORS = 200
 _MOST_SAMPLES = 1 << 24  # of the training part that item_knn reads: the last ones
 _MOST_KEPT = 1 << 15  # items whose neighbors are kept
@@ -38,7 +39,7 @@ _MOST_KEPT = 1 << 15  # items whose neighbors are kept
 def rank_baselines(
     store: Store, split: str, k: int, most_questions: int
 ) -> dict[str, float | None]:
-    """Recall and NDCG at k of each baseline, by names such as `item_knn_recall_at_k`.
+    """Recall and NDCG of each baseline and their errors, by names such as `item_knn_recall_at_k`.
 
     Args:
         store: As for `rank_items`, as are the others.
@@ -55,8 +56,7 @@ def rank_baselines(
     found: dict[str, float | None] = {}
     for name, score in scorers.items():
         ranking = rank_by(score, store, split, k=k, most_questions=most_questions)
-        for metric in ("recall_at_k", "ndcg_at_k"):
-            found[f"{name}_{metric}"] = ranking[metric]
+        found |= {f"{name}_{metric}": ranking[metric] for metric in _METRICS}
     return found
 
 

@@ -218,10 +218,14 @@ def baselines_in_plain_python(store_has_history):
         for name, of_items in scores.items():
             rank = sum(of_items[right] <= score + 1e-9 for score in of_items.values())
             found[name].append((rank <= 3, (rank <= 3) / log2(1 + rank)))
+    tables = {
+        name: pd.DataFrame(values, columns=["recall", "ndcg"]) for name, values in found.items()
+    }
     return {
-        f"{name}_{metric}": np.mean([values[place] for values in found[name]])
-        for name in found
-        for place, metric in enumerate(("recall_at_k", "ndcg_at_k"))
+        f"{name}_{metric}_{of_metric}": statistic(table[metric])
+        for name, table in tables.items()
+        for metric in table
+        for of_metric, statistic in (("at_k", pd.Series.mean), ("standard_error", pd.Series.sem))
     }
 
 
