@@ -436,6 +436,7 @@ class _RetrievalConfig(Keys):
     id_dropout: float = _key(
         0.0, "share of the steps of histories left out in training", ge=0, le=0.95
     )
+    row_decay: float = _key(0.0, "weight decay of the rows that samples look up", ge=0)
 
 
 class TwoTowerConfig(_RetrievalConfig):

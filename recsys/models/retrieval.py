@@ -122,9 +122,27 @@ class AbstractRetrievalModel(nn.Module, ABC):
             dense_features: As for `forward`.
             sparse_features: As for `forward`.
         """
+        return self.vectors_of(dense_features, self.rows_of(sparse_features))
+
+    def rows_of(self, sparse_features: Features) -> dict[str, JaggedEmbeddings]:
+        """The rows of each feature, without the ids that training leaves out.
+
+        Args:
+            sparse_features: As for `forward`.
+        """
         if self.training and self._id_dropout:
             sparse_features = drop_ids(sparse_features, self.histories, self._id_dropout)
-        rows = look_up(type(self).__name__, self.embedding_collection, sparse_features)
+        return look_up(type(self).__name__, self.embedding_collection, sparse_features)
+
+    def vectors_of(
+        self, dense_features: Tensor, rows: Mapping[str, JaggedEmbeddings]
+    ) -> tuple[Tensor, Tensor]:
+        """The vectors u and v of samples whose rows were looked up, (B, D) each.
+
+        Args:
+            dense_features: As for `forward`.
+            rows: The result of `rows_of`.
+        """
         return self.users(dense_features, rows).float(), self._sum_of_item(rows)
 
     def items(self, rows: Tensor) -> Tensor:
@@ -169,18 +187,25 @@ class RetrievalTrain(DLRMTrain):
         num_sampled: How many items are drawn for a mini-batch; 0 for the full softmax.
         counts: How often each item is in a positive sample of the training part; only read if items
             are drawn.
+        row_decay: Weight decay of the rows that samples look up. Half of it times the square of
+            each such row, of histories too, is added to the loss, as a mean over samples. A row
+            that is only compared has no decay.
 
     Shape:
         counts (E,). Result (loss, (loss, logits, labels)): loss () with gradient, the mean over the
-        positive samples; 0 in evaluation mode. Then detached tensors: loss (), logits (B,), which
-        are u . v of each sample and its own item, and labels (B,).
+        positive samples and the decay of rows; 0 in evaluation mode. Then detached tensors: loss
+        (), logits (B,), which are u . v of each sample and its own item, and labels (B,).
     """
 
     def __init__(
-        self, model: AbstractRetrievalModel, num_sampled: int = 0, counts: Tensor | None = None
+        self,
+        model: AbstractRetrievalModel,
+        num_sampled: int = 0,
+        counts: Tensor | None = None,
+        row_decay: float = 0.0,
     ) -> None:
         super().__init__(model)
-        self._num_sampled = num_sampled
+        self._num_sampled, self._row_decay = num_sampled, row_decay
         shares = None if counts is None else counts / counts.sum()
         self.register_buffer("_shares", shares, persistent=False)
         self._shares: Tensor
@@ -188,7 +213,8 @@ class RetrievalTrain(DLRMTrain):
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Mean softmax loss of the positive samples, and the tensors that a pipeline reports."""
         model: Any = self.model
-        users, items = model.vectors(batch.dense_features, batch.sparse_features)
+        rows = model.rows_of(batch.sparse_features)
+        users, items = model.vectors_of(batch.dense_features, rows)
         logits = (users * items).sum(1)
         loss = logits.new_zeros(())
         if self.training:
@@ -199,6 +225,9 @@ class RetrievalTrain(DLRMTrain):
             if batch.weights is not None:
                 losses = losses * batch.weights[are_positive]
             loss = losses.sum() / max(1, len(losses))
+            if self._row_decay:
+                squares = [of_feature.values().square().sum() for of_feature in rows.values()]
+                loss = loss + self._row_decay / 2 / len(users) * torch.stack(squares).sum()
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
     def _losses(self, users: Tensor, items: Tensor, targets: Tensor) -> Tensor:

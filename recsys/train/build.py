@@ -405,7 +405,7 @@ def build_network(
         return DLRMTrain(model)
     assert isinstance(source, Store)
     counts = torch.from_numpy(source.item_counts()).to(device) if retrieval.num_sampled else None
-    return RetrievalTrain(model, retrieval.num_sampled, counts)
+    return RetrievalTrain(model, retrieval.num_sampled, counts, retrieval.row_decay)
 
 
 def _build_retrieval(
@@ -427,10 +427,10 @@ def _build_retrieval(
         source.num_dense,
     )
     if config.two_tower is not None:
-        settings = config.two_tower.model_dump(exclude={"num_sampled", "mlp"})
+        settings = config.two_tower.model_dump(exclude={"num_sampled", "row_decay", "mlp"})
         return TwoTower(*arguments, config.two_tower.mlp, **settings, dense_device=device)
     assert config.sasrec is not None
-    settings = config.sasrec.model_dump(exclude={"num_sampled"})
+    settings = config.sasrec.model_dump(exclude={"num_sampled", "row_decay"})
     return SASRec(*arguments, **settings, dense_device=device)
 
 

@@ -183,6 +183,17 @@ def test_the_full_softmax_has_the_loss_and_gradients_of_an_eager_one(
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_decay_adds_the_square_of_each_row_that_a_sample_looks_up(kind):
+    batch = make_batch([3, 0, 1])
+    batch.labels = torch.zeros(3)  # no positive sample, so decay is all of the loss
+    train = RetrievalTrain(make_model(kind), row_decay=0.1)
+    reference = Formulas(train.model)
+    rows = [row for name in TABLE_OF for n in range(3) for row in reference.rows(batch, name, n)]
+
+    require_equal(train, batch, reference, 0.05 / 3 * sum(row.square().sum() for row in rows))
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_the_sampled_softmax_lowers_logits_by_the_log_of_what_is_expected(kind):
     batch = make_batch([3, 0, 1, 8, 5])
     batch.labels = torch.tensor([1.0, 0, 1, 1, 1])
