@@ -312,7 +312,9 @@ def ablate(
         # Speeds are compared, so the first number of threads that is chosen holds for all cells.
         free = [cell.name for cell in config.cells if not cell.config.num_threads]
         begun = (_config_of(RunFolder(folder / "cells" / name)) for name in free)
-        before = next((each.num_threads for each in begun if each is not None), 0)
+        before = next(
+            (cell_config.num_threads for cell_config in begun if cell_config is not None), 0
+        )
         num_threads = before or set_num_threads(0).num_threads
         try:
             for number, cell in enumerate(config.cells, 1):

@@ -458,7 +458,9 @@ def _tables(record: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
             "ratios: geometric mean) and its 95 % interval by Student's t. The interval is for "
             "other seeds on the same data, not for other data."
         )
-        titles |= {each: f"{titles[each]}, ratio" for each in _WITH_RATIOS if each in titles}
+        titles |= {
+            metric: f"{titles[metric]}, ratio" for metric in _WITH_RATIOS if metric in titles
+        }
         tables.append((note, _lines(titles, cells)))
     return tables
 

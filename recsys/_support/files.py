@@ -227,7 +227,7 @@ def require_place(file: Path) -> None:
 
 def existing(path: Path) -> Path:
     """A path, or if it does not exist, the nearest one above it that does."""
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
+    return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 
 def make_folders(folder: Path) -> None:
@@ -235,11 +235,11 @@ def make_folders(folder: Path) -> None:
 
     Flushing a file in a new folder need not flush the folder's own name.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
+    for directory in missing:
         with suppress(PermissionError):  # a folder that may be written to, and not read
-            flush_to_disk(each.parent)
+            flush_to_disk(directory.parent)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -188,13 +188,13 @@ def _stamps_of_parts(kernel: FunctionType) -> list[tuple[str, int, int]]:
     found: dict[FunctionType, str] = {}
     waiting: list[Any] = [kernel]
     while waiting:
-        each = waiting.pop()
-        each = getattr(each, "py_func", getattr(each, "_defn", each))  # numba's wrappers
-        if not isinstance(each, FunctionType) or each in found:
+        value = waiting.pop()
+        value = getattr(value, "py_func", getattr(value, "_defn", value))  # numba's wrappers
+        if not isinstance(value, FunctionType) or value in found:
             continue
-        if (each.__module__ or "").partition(".")[0] == package:
-            found[each] = each.__code__.co_filename
-            waiting += map(each.__globals__.get, each.__code__.co_names)
+        if (value.__module__ or "").partition(".")[0] == package:
+            found[value] = value.__code__.co_filename
+            waiting += map(value.__globals__.get, value.__code__.co_names)
     stamps = []
     for file in sorted(set(found.values())):
         with suppress(OSError):  # as for code that was typed in

@@ -80,7 +80,7 @@ version_of: Callable[[Tensor], int] = inspect.getattr_static(torch.Tensor, "_ver
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """The version of each tensor, in half the time that `version_of` takes for each."""
-    return [each._version for each in tensors]
+    return [tensor._version for tensor in tensors]
 
 
 # torch's own implementation of attributes that the Parameter classes of tables override.

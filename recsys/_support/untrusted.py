@@ -122,9 +122,9 @@ def _parse(parse: Callable[[Any], Any], text: str | bytes) -> Any:
         for _ in range(_MOST_LEVELS):
             level = [
                 inner
-                for each in level
-                if isinstance(each, dict | list)
-                for inner in (each.values() if isinstance(each, dict) else each)
+                for item in level
+                if isinstance(item, dict | list)
+                for inner in (item.values() if isinstance(item, dict) else item)
             ]
             if not level:
                 return value

@@ -76,10 +76,10 @@ def fits_override(kind: type, method: str, other: str) -> bool:
 
     If a subclass overrides `other` alone, it inherits a `method` that does not know of that.
     """
-    for each in kind.__mro__:
-        if method in vars(each):
+    for base in kind.__mro__:
+        if method in vars(base):
             return True
-        if other in vars(each):
+        if other in vars(base):
             return False
     return False
 

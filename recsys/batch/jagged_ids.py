@@ -249,24 +249,24 @@ class JaggedIds:
         if not parts:
             raise MalformedBags("JaggedIds.concatenate: give at least one input, got none")
         keys = parts[0].keys()
-        for each in parts:
-            if each.keys() != keys:
+        for part in parts:
+            if part.keys() != keys:
                 raise MalformedBags(
-                    f"JaggedIds.concatenate: keys must be the same, got {keys} and {each.keys()}"
+                    f"JaggedIds.concatenate: keys must be the same, got {keys} and {part.keys()}"
                 )
-        if all(each.is_known_one_hot() for each in parts):
-            rows = [each.values().view(len(keys), each.stride()) for each in parts]
+        if all(part.is_known_one_hot() for part in parts):
+            rows = [part.values().view(len(keys), part.stride()) for part in parts]
             return cls._unchecked_one_hot(keys, torch.cat(rows, 1))
-        known = [each.weights_or_none() for each in parts]
-        weights = [each for each in known if each is not None]
+        known = [part.weights_or_none() for part in parts]
+        weights = [weight for weight in known if weight is not None]
         if weights and len(weights) < len(parts):
             raise MalformedBags(
                 "JaggedIds.concatenate: only some of the inputs have weights; give all of them "
                 "weights, or none"
             )
         bounds = [
-            each.offsets()[:: each.stride()].tolist() if each.stride() else [0] * (len(keys) + 1)
-            for each in parts
+            part.offsets()[:: part.stride()].tolist() if part.stride() else [0] * (len(keys) + 1)
+            for part in parts
         ]
 
         def by_feature(tensors: Sequence[Tensor]) -> Tensor:
@@ -278,8 +278,8 @@ class JaggedIds:
                 ]
             )
 
-        values = by_feature([each.values() for each in parts])
-        lengths = torch.cat([each.lengths().view(len(keys), each.stride()) for each in parts], 1)
+        values = by_feature([part.values() for part in parts])
+        lengths = torch.cat([part.lengths().view(len(keys), part.stride()) for part in parts], 1)
         offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(values.dtype)
         return cls._unchecked(keys, values, offsets, by_feature(weights) if weights else None)
 

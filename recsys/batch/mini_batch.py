@@ -100,19 +100,19 @@ class Batch:
         if not parts:
             raise MalformedBags("Batch.concatenate: give at least one mini-batch, got none")
         weights = None
-        if any(each.weights is not None for each in parts):
+        if any(part.weights is not None for part in parts):
             weights = torch.cat(
                 [
-                    each.labels.new_ones(len(each), dtype=torch.float32)
-                    if each.weights is None
-                    else each.weights
-                    for each in parts
+                    part.labels.new_ones(len(part), dtype=torch.float32)
+                    if part.weights is None
+                    else part.weights
+                    for part in parts
                 ]
             )
         return cls(
-            torch.cat([each.dense_features for each in parts]),
-            JaggedIds.concatenate([each.sparse_features for each in parts]),
-            torch.cat([each.labels for each in parts]),
+            torch.cat([part.dense_features for part in parts]),
+            JaggedIds.concatenate([part.sparse_features for part in parts]),
+            torch.cat([part.labels for part in parts]),
             weights,
         )
 

@@ -428,7 +428,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
     """Replace each key by its value in the model, except inside other keys."""
-    inside = {part for each in counterparts for part in each.modules()}
+    inside = {part for module in counterparts for part in module.modules()}
     for parent in set(model.modules()) - inside:
         for name, child in parent._modules.items():  # also under a second name
             if child is not None and child in counterparts:

@@ -539,9 +539,9 @@ def named_tables_in(
     """The tables of each module; a table that modules share is in the list of each."""
     tables = {module: list(tables_of(module, names[0])) for module, names in found.items()}
     # The sum of a sparse and a dense gradient is dense.
-    dense = {each.weight for own in tables.values() for each in own if not each.is_sparse}
+    dense = {table.weight for own in tables.values() for table in own if not table.is_sparse}
     return {
-        module: [each._replace(is_sparse=each.weight not in dense) for each in own]
+        module: [table._replace(is_sparse=table.weight not in dense) for table in own]
         for module, own in tables.items()
     }
 

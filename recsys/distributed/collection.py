@@ -55,8 +55,8 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         super().__init__(*arguments, **options)
         self._row_wise_positions = [
             position
-            for position, each in enumerate(self._embedding_shardings)
-            if isinstance(each, RowWiseSharding)
+            for position, sharding in enumerate(self._embedding_shardings)
+            if isinstance(sharding, RowWiseSharding)
         ]
         # TorchRec would divide the columns of all tables.
         self._has_mean_pooling_callback = False
@@ -80,9 +80,9 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         """Send ids to the ranks that have their rows; see `AbstractShardedTables.input_dist`."""
         requests = super().input_dist(ctx, features)
         # TorchRec has made contexts of its own.
-        for position, each in enumerate(self._input_dists):
-            if isinstance(each, DistinctIdsDist):
-                ctx.sharding_contexts[position] = each.context
+        for position, input_dist in enumerate(self._input_dists):
+            if isinstance(input_dist, DistinctIdsDist):
+                ctx.sharding_contexts[position] = input_dist.context
         return requests
 
     def compute(self, ctx: Any, dist_input: Any) -> list[Tensor]:
@@ -112,7 +112,9 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
             tables.look_up_rows_of(position)
 
     def _local_groups(self) -> _Groups:
-        return LocalBags, [each._grouped_embedding_configs for each in self._embedding_shardings]
+        return LocalBags, [
+            sharding._grouped_embedding_configs for sharding in self._embedding_shardings
+        ]
 
 
 class ShardedHotColdEmbeddingCollection(AbstractShardedTables, ShardedEmbeddingCollection):  # type: ignore[misc]
@@ -133,4 +135,4 @@ class ShardedHotColdEmbeddingCollection(AbstractShardedTables, ShardedEmbeddingC
 
     def _local_groups(self) -> _Groups:
         shardings = self._sharding_type_to_sharding.values()
-        return LocalEmbeddings, [each._grouped_embedding_configs for each in shardings]
+        return LocalEmbeddings, [sharding._grouped_embedding_configs for sharding in shardings]

@@ -100,9 +100,9 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__()
-        groups = [each for of_sharding in shardings for each in of_sharding]
+        groups = [config for of_sharding in shardings for config in of_sharding]
         self.tables: list[ShardedEmbeddingTable] = [
-            table for each in groups for table in each.embedding_tables
+            table for config in groups for table in config.embedding_tables
         ]
         self._shardings = shardings
         self._group, self._device = group, device
@@ -176,13 +176,15 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         A feature of two tables is in it twice. Row-wise, the two have different ids, because a rank
         has other rows of one table than of the other.
         """
-        names = [name for groups in shardings for each in groups for name in each.embedding_names()]
-        values = torch.cat([each.values() for each in inputs])
-        lengths = torch.cat([each.lengths() for each in inputs])
+        names = [
+            name for groups in shardings for config in groups for name in config.embedding_names()
+        ]
+        values = torch.cat([features.values() for features in inputs])
+        lengths = torch.cat([features.lengths() for features in inputs])
         offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(values.dtype)
         weights = None
         if self.tables[0].is_weighted:
-            weights = torch.cat([each.weights() for each in inputs])
+            weights = torch.cat([features.weights() for features in inputs])
         return JaggedIds(names, values, offsets, weights)
 
     def _whole_weights(self) -> list[nn.Parameter]:
@@ -293,7 +295,7 @@ class LocalBags(AbstractLocalTables):
         """
         assert isinstance(self.collection, HotColdEmbeddingBagCollection)
         tables = [
-            table.name for each in self._shardings[position] for table in each.embedding_tables
+            table.name for config in self._shardings[position] for table in config.embedding_tables
         ]
         self._unpooled_position = position
         # In tuples, so that torch does not find the tables twice.
@@ -343,9 +345,9 @@ class LocalBags(AbstractLocalTables):
         _require_gradient(pooled)
         if len(inputs) == 1:
             return [pooled]
-        widths = [sum(each.dim_sum() for each in groups) for groups in shardings]
+        widths = [sum(config.dim_sum() for config in groups) for groups in shardings]
         # TorchRec's exchange needs each sharding type's vectors side by side in memory.
-        return [each.contiguous() for each in torch.split(pooled, widths, 1)]
+        return [vectors.contiguous() for vectors in torch.split(pooled, widths, 1)]
 
 
 class LocalEmbeddings(AbstractLocalTables):
@@ -365,9 +367,9 @@ class LocalEmbeddings(AbstractLocalTables):
         rows = torch.zeros(0, device=self._device)
         if self.collection is not None:
             found: Any = self.collection(self._joined(inputs, self._shardings))
-            rows = torch.cat([each.values() for each in found.values()])
+            rows = torch.cat([embeddings.values() for embeddings in found.values()])
         _require_gradient(rows)
-        return list(torch.split(rows, [len(each.values()) for each in inputs]))
+        return list(torch.split(rows, [len(features.values()) for features in inputs]))
 
 
 def _require_gradient(result: Tensor) -> None:

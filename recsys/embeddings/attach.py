@@ -190,7 +190,7 @@ class Attachment:
             pending = {
                 table for entry in group.ledger.entries for table in entry.call.lookups.tables
             }
-            for table, name in ((group.tables[each], group.names[each]) for each in pending):
+            for table, name in ((group.tables[index], group.names[index]) for index in pending):
                 number, before = numbers.get(table), self._numbers.get(table)
                 if number != before:
                     place = "none" if number is None else f"group {number}"
@@ -215,7 +215,7 @@ class Attachment:
         known, going = set(dense), []
         left = list(self.modules)
         while found := [
-            module for module in left if any(each.weight in known for each in module.tables())
+            module for module in left if any(table.weight in known for table in module.tables())
         ]:
             going += found
             left = [module for module in left if module not in going]

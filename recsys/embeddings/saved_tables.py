@@ -226,7 +226,9 @@ class SavedTables:
         for key, weight in model.named_parameters(remove_duplicate=False):
             keys.setdefault(weight, key)
         modules = [module for module in model.modules() if isinstance(module, TableModule)]
-        self._updates = list(dict.fromkeys(update for each in modules for update in each.updates()))
+        self._updates = list(
+            dict.fromkeys(update for module in modules for update in module.updates())
+        )
         self._records: dict[TableUpdate, ChangedRows] = {}
         places = {}
         for update in self._updates:

@@ -54,7 +54,7 @@ class TableConfig:
             )
         features: object = self.feature_names
         are_names = isinstance(features, tuple | list) and all(
-            isinstance(each, str) for each in features
+            isinstance(feature, str) for feature in features
         )
         if not are_names or len(set(self.feature_names)) != len(self.feature_names):
             raise ConfigError(

@@ -417,7 +417,7 @@ class TableModule(nn.Module):
             if (shown.device.type, shown.dtype) == (group.device.type, group.dtype)
             for table in group.tables
         }
-        return super()._apply(lambda each: each if id(each) in left else fn(each), recurse)  # type: ignore[no-any-return,no-untyped-call]
+        return super()._apply(lambda tensor: tensor if id(tensor) in left else fn(tensor), recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def _optimize(self, settings: TableSettings, files: ColdFiles | None) -> None:
         """Let the formula of the settings update the rows, once they have memory."""
@@ -583,15 +583,17 @@ def require_supported(module: Any) -> None:
 
 def table_modules_in(model: nn.Module) -> dict[str, TableModule]:
     """The modules of recsys in a model, by name, but those that are parts of another one."""
-    found = {name: each for name, each in model.named_modules() if isinstance(each, TableModule)}
-    parts = {part for each in found.values() for part in each.modules() if part is not each}
-    return {name: each for name, each in found.items() if each not in parts}
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, TableModule)
+    }
+    parts = {part for module in found.values() for part in module.modules() if part is not module}
+    return {name: module for name, module in found.items() if module not in parts}
 
 
 def groups_of(model: nn.Module) -> list[TableGroup]:
     """The groups of tables that recsys updates in a model, each once."""
     modules = table_modules_in(model).values()
-    return list(dict.fromkeys(group for each in modules for group in each.groups()))
+    return list(dict.fromkeys(group for module in modules for group in module.groups()))
 
 
 def device_of(model: nn.Module) -> torch.device:

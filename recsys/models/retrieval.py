@@ -173,7 +173,7 @@ class AbstractRetrievalModel(nn.Module, ABC):
 
     def _sum_of_item(self, rows: Mapping[str, JaggedEmbeddings]) -> Tensor:
         found = [rows[name] for name in self.item_features]
-        return torch.stack([sum_of_bags(each.values(), each.lengths()) for each in found]).sum(0)
+        return torch.stack([sum_of_bags(bags.values(), bags.lengths()) for bags in found]).sum(0)
 
 
 class RetrievalTrain(DLRMTrain):

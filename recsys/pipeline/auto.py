@@ -44,7 +44,7 @@ class Auto:
 
     def __post_init__(self) -> None:
         if not self.candidates or not all(
-            isinstance(each, Sequential | LookAhead) for each in self.candidates
+            isinstance(candidate, Sequential | LookAhead) for candidate in self.candidates
         ):
             raise ValueError(
                 "Auto: candidates must be Sequential() and LookAhead(depth), whose numbers are the "
@@ -73,7 +73,8 @@ class Choice:
     def __init__(self, auto: Auto) -> None:
         self._auto = auto
         self._num_warm_up_steps = max(
-            _MIN_WARM_UP_STEPS, *(2 * getattr(each, "depth", 0) for each in auto.candidates)
+            _MIN_WARM_UP_STEPS,
+            *(2 * getattr(candidate, "depth", 0) for candidate in auto.candidates),
         )
         self._num_steps = 0
         self._counted: list[float] = []  # seconds of the steps of this turn
@@ -118,7 +119,7 @@ class Choice:
     def state_dict(self) -> dict[str, Any]:
         """The mean seconds of every turn so far, in JSON types; the current turn is left out."""
         by_round = zip_longest(*self._turns)
-        seconds = [each for of_round in by_round for each in of_round if each is not None]
+        seconds = [turn for of_round in by_round for turn in of_round if turn is not None]
         return {"auto": str(self._auto), "turn_seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -171,8 +171,8 @@ class PopularSplit:
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
             "is_loss_a_sum": self.is_loss_a_sum,
-            "num_rows": [len(each.marks.slot_of_row) for each in fetchers],
-            "popular_rows": [torch.from_numpy(each.popular.copy()) for each in fetchers],
+            "num_rows": [len(fetcher.marks.slot_of_row) for fetcher in fetchers],
+            "popular_rows": [torch.from_numpy(fetcher.popular.copy()) for fetcher in fetchers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ class PopularSplit:
         """
         found = require_state("popular split state", state, self.state_dict())
         fetchers = self._tables.fetchers
-        if found["num_rows"] == [len(each.marks.slot_of_row) for each in fetchers]:
+        if found["num_rows"] == [len(fetcher.marks.slot_of_row) for fetcher in fetchers]:
             for fetcher, rows in zip(fetchers, found["popular_rows"], strict=True):
                 fetcher.pin(rows.cpu().numpy(), self._most_pinned(fetcher))
         for name in _COUNTERS:
@@ -267,8 +267,8 @@ def is_loss_a_sum(
             one row for each sample.
     """
     with _evaluating(model):
-        found: list[Any] = [compute(each) for each in (batch, *parts)]
-    if not all(isinstance(each, tuple | list) and len(each) == 2 for each in found):
+        found: list[Any] = [compute(part) for part in (batch, *parts)]
+    if not all(isinstance(result, tuple | list) and len(result) == 2 for result in found):
         raise ValueError(
             f"schedule={schedule} measures the loss in evaluation mode, and there the model must "
             f"return (loss, output) as in training, got {type(found[0]).__name__}; return both, or "
@@ -306,7 +306,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; modes and torch's random state are restored afterwards."""
     # Not `model.eval()`: a module may override it and do more.
     modes = [(module, module.training) for module in model.modules()]
-    devices = {each.device for each in model.parameters() if each.is_cuda}
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     try:
         for module, _ in modes:
             module.training = False

@@ -29,10 +29,10 @@ def require_loss_and_output(found: Any, model: Any) -> tuple[Tensor, Any]:
             return found[0], second
     parts = found if isinstance(found, tuple | list) else [found]
     shown = ", ".join(
-        f"{type(each).__name__} {tuple(each.shape)}"
-        if isinstance(each, Tensor)
-        else type(each).__name__
-        for each in parts
+        f"{type(part).__name__} {tuple(part.shape)}"
+        if isinstance(part, Tensor)
+        else type(part).__name__
+        for part in parts
     )
     raise TypeError(
         f"{type(model).__name__} must return (loss, output), the loss a tensor () or (B,), got "

@@ -85,20 +85,20 @@ class ModelTables:
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
         self._model, self._ids = model, ids
         self._whole = {
-            name: each for name, each in table_modules_in(model).items() if each.groups()
+            name: module for name, module in table_modules_in(model).items() if module.groups()
         }
-        found = [each for each in model.modules() if isinstance(each, AbstractDividedTables)]
-        self.divided = [each for each in found if each.has_tiers]
-        with_slots = {name: each for name, each in self._whole.items() if _fetchers_of(each)}
-        inside = {part for each in found for part in each.modules()}
-        self.modules = {name: each for name, each in with_slots.items() if each not in inside}
+        found = [module for module in model.modules() if isinstance(module, AbstractDividedTables)]
+        self.divided = [module for module in found if module.has_tiers]
+        with_slots = {name: module for name, module in self._whole.items() if _fetchers_of(module)}
+        inside = {part for module in found for part in module.modules()}
+        self.modules = {name: module for name, module in with_slots.items() if module not in inside}
         self._whole_fetchers = dict.fromkeys(
-            one for each in self.modules.values() for one in _fetchers_of(each)
+            one for module in self.modules.values() for one in _fetchers_of(module)
         )
-        divided = [one for each in self.divided for one in each.fetchers()]
+        divided = [one for module in self.divided for one in module.fetchers()]
         self.fetchers = [*self._whole_fetchers, *divided]
-        self._updated = {name: each for name, each in self._whole.items() if each.updates()}
-        self._names = {name: _features_of(each) for name, each in self._whole.items()}
+        self._updated = {name: module for name, module in self._whole.items() if module.updates()}
+        self._names = {name: _features_of(module) for name, module in self._whole.items()}
         self._has_warned = False
 
     def __bool__(self) -> bool:
@@ -111,7 +111,7 @@ class ModelTables:
         From host memory to slots in host memory, a fetch is faster in its step than beside another
         one: both copy with the same cores. Files and a device's copies do not need them.
         """
-        groups = [group for each in self.modules.values() for group in each.groups()]
+        groups = [group for module in self.modules.values() for group in module.groups()]
         return bool(self.divided) or any(
             group.files is not None or group.is_on_device for group in groups
         )
@@ -128,10 +128,10 @@ class ModelTables:
     def row_optimizers(self) -> list[FusedOptimizer]:
         """The optimizers of recsys in the model, including those of resident modules."""
         found = (
-            each.row_optimizer or (each.attachment and each.attachment.row_optimizer)
-            for each in self._whole.values()
+            module.row_optimizer or (module.attachment and module.attachment.row_optimizer)
+            for module in self._whole.values()
         )
-        return list(dict.fromkeys(each for each in found if each is not None))
+        return list(dict.fromkeys(optimizer for optimizer in found if optimizer is not None))
 
     def num_to_take(self, depth: int) -> int:
         """The mini-batches that are taken ahead, for rows of `depth` of them to be fetched.
@@ -196,9 +196,9 @@ class ModelTables:
 
     def _lookups(self, batch: Any, unknown: list[str]) -> list[tuple[Part, Bags]]:
         return [
-            each
+            lookup
             for module, arguments in self._calls(batch, self.modules, unknown)
-            for each in module.lookups(*arguments)
+            for lookup in module.lookups(*arguments)
         ]
 
     def parts(self, batch: Any, batch_size: int, setting: str) -> list[tuple[Part, Bags]]:
@@ -223,7 +223,9 @@ class ModelTables:
         for module, arguments in self._calls(batch, self._updated, unknown):
             of_module = module.lookups(*arguments)
             if any(bags.num_samples != batch_size for _, bags in of_module):
-                name = next(name for name, each in self._updated.items() if each is module)
+                name = next(
+                    name for name, candidate in self._updated.items() if candidate is module
+                )
                 raise ValueError(
                     f"{setting}: {name!r} looks up {of_module[0][1].num_samples} bags for a "
                     f"mini-batch of {batch_size} samples, so it is not known which bag belongs to "
@@ -262,10 +264,10 @@ class ModelTables:
         if self._ids is not None and isinstance(source, Mapping):
             yield from self._named_calls(source, modules, unknown)
             return
-        features = [(each, set(each.keys())) for each in _features_in(source)]
+        features = [(jagged, set(jagged.keys())) for jagged in _features_in(source)]
         for name, module in modules.items():
             wanted = self._names[name]
-            fitting = [each for each, keys in features if wanted and wanted <= keys]
+            fitting = [jagged for jagged, keys in features if wanted and wanted <= keys]
             if len(fitting) == 1:
                 yield module, (fitting[0],)
             else:
@@ -282,8 +284,8 @@ class ModelTables:
             module = self._module(name)
             found.add(module)
             if module in modules.values():
-                for each in inputs if isinstance(inputs, list) else [inputs]:
-                    yield module, each if isinstance(each, tuple) else (each,)
+                for args in inputs if isinstance(inputs, list) else [inputs]:
+                    yield module, args if isinstance(args, tuple) else (args,)
         unknown += [name for name, module in modules.items() if module not in found]
 
     def _module(self, name: str) -> TableModule:

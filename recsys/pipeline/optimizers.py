@@ -28,10 +28,10 @@ def optimizers_to_step(
     """
     given = [] if optimizer is None else optimizer
     optimizers = list(given) if isinstance(given, Iterable) else [given]
-    for number, each in enumerate(optimizers):
-        if any(each is other for other in optimizers[:number]):
+    for number, listed in enumerate(optimizers):
+        if any(listed is other for other in optimizers[:number]):
             raise ValueError(
-                f"optimizer= must list each optimizer once, got one {type(each).__name__} twice, "
+                f"optimizer= must list each optimizer once, got one {type(listed).__name__} twice, "
                 "which would step twice in each mini-batch; leave one out"
             )
     for module in model.modules():
@@ -48,18 +48,18 @@ def optimizers_to_step(
         for update in own.updates
     ]
     of_rows = {id(update.optimizer): update.optimizer for update in updates}
-    known = {id(each) for optimizer in optimizers for each in _parameters(optimizer)}
-    are_known = all(hasattr(each, "param_groups") for each in optimizers)  # or it may be in one
-    for each in of_rows.values():
-        if not (model.training and are_known) or isinstance(each, FusedOptimizer):
+    known = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    are_known = all(hasattr(listed, "param_groups") for listed in optimizers)  # or it may be in one
+    for row_optimizer in of_rows.values():
+        if not (model.training and are_known) or isinstance(row_optimizer, FusedOptimizer):
             continue
-        if not any(id(parameter) in known for parameter in _parameters(each)):
+        if not any(id(parameter) in known for parameter in _parameters(row_optimizer)):
             warnings.warn(
-                f"optimizer= lacks the {type(each).__name__} that recsys.accelerate was given, so "
-                "its parameters are never trained; pass it, too",
+                f"optimizer= lacks the {type(row_optimizer).__name__} that recsys.accelerate was "
+                "given, so its parameters are never trained; pass it, too",
                 stacklevel=3,
             )
-    return sorted(optimizers, key=lambda each: id(each) not in of_rows)
+    return sorted(optimizers, key=lambda listed: id(listed) not in of_rows)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

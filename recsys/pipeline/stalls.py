@@ -151,7 +151,9 @@ def describe_stalls(clock: StageClock) -> dict[str, Any]:
         `<stage>_seconds`; `binding`, the stage that takes the most time of training, None before
         the first step.
     """
-    training = {each: spent for each, spent in clock.seconds.items() if each not in _NOT_TRAINING}
+    training = {
+        stage: spent for stage, spent in clock.seconds.items() if stage not in _NOT_TRAINING
+    }
     return {
         **{f"{stage}_seconds": spent for stage, spent in clock.seconds.items()},
         "binding": max(training, key=training.__getitem__) if clock.train_seconds else None,

@@ -44,7 +44,7 @@ def take(iterator: Iterator[Any], waiting: Sequence[Any]) -> Any:
         StopIteration: the iterator has ended.
         Exception: any error of the iterator.
     """
-    before = [_tensors_in(each) for each in waiting]
+    before = [_tensors_in(earlier) for earlier in waiting]
     versions = [versions_of(tensors) for tensors in before]
     batch = next(iterator)
     for earlier, tensors, old in zip(waiting, before, versions, strict=True):
@@ -98,10 +98,10 @@ def _tensors_in(batch: Any) -> list[Tensor]:
                 # Those of one-hot ids are made when asked for.
                 offsets = None if value.is_known_one_hot() else value.offsets()
                 parts = value.values(), value.weights_or_none(), offsets
-                found += [each for each in parts if each is not None]
+                found += [part for part in parts if part is not None]
             elif is_torchrec(value):  # what it computes of these are views and copies
                 parts = value.values(), value.weights_or_none(), value.offsets_or_none()
-                found += [each for each in (*parts, value.lengths_or_none()) if each is not None]
+                found += [part for part in (*parts, value.lengths_or_none()) if part is not None]
             elif not (isinstance(value, list | tuple) and len(value) > _MOST_ITEMS):
                 containers.append((items_of(value, depth), depth + 1))
-    return [each for each in found if not each.is_inference()]  # those have no version
+    return [tensor for tensor in found if not tensor.is_inference()]  # those have no version

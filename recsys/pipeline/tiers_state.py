@@ -36,8 +36,8 @@ def load_tiers_state(fetchers: Sequence[Fetcher], states: Any) -> None:
         fetchers: Those of the model.
         states: What `tiers_state` returned.
     """
-    if [each["num_rows"] for each in states] != [len(one.marks.slot_of_row) for one in fetchers]:
+    if [state["num_rows"] for state in states] != [len(one.marks.slot_of_row) for one in fetchers]:
         return
-    for one, each in zip(fetchers, states, strict=True):
-        one.sums[:] = torch.as_tensor(each["counts"])
-        one.waited = each["waited"]
+    for one, state in zip(fetchers, states, strict=True):
+        one.sums[:] = torch.as_tensor(state["counts"])
+        one.waited = state["waited"]

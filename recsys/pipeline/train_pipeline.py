@@ -137,7 +137,9 @@ class TrainPipeline:
             pass
         elif isinstance(schedule, Auto):
             self.choice = Choice(schedule)
-            self._max_depth = max(getattr(each, "depth", 0) for each in schedule.candidates)
+            self._max_depth = max(
+                getattr(candidate, "depth", 0) for candidate in schedule.candidates
+            )
             self._switch_to(self.choice.current)
         else:
             self._switch_to(schedule)
@@ -401,7 +403,7 @@ class TrainPipeline:
         with ExitStack() as stack:
             for optimizer in self._tables.row_optimizers():
                 stack.enter_context(optimizer.update_once())
-            found = [self._train_on(each.batch, weight * each.weight) for each in parts]
+            found = [self._train_on(part.batch, weight * part.weight) for part in parts]
             is_sum = self.popular_split is not None and self.popular_split.is_loss_a_sum
             sums = [loss for loss, _ in found] if is_sum else None
             loss, output = join_outputs(found, [part.samples for part in parts], sums)
@@ -409,8 +411,8 @@ class TrainPipeline:
 
     def _look_ahead(self, window: Window) -> None:
         """Claim slots for as many of the mini-batches ahead as the schedule wants."""
-        for _, each in zip(range(self._depth), window.batches, strict=False):
-            each.prefetch(self._tables)
-            if each.claims is None:  # later ones must not take its slots
+        for _, mini_batch in zip(range(self._depth), window.batches, strict=False):
+            mini_batch.prefetch(self._tables)
+            if mini_batch.claims is None:  # later ones must not take its slots
                 break
-            self._num_ahead += bool(each.claims)
+            self._num_ahead += bool(mini_batch.claims)

@@ -167,7 +167,7 @@ class Window:
             del error  # its traceback refers to this frame: a reference cycle
 
     def _next(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
-        waiting = [each.batch for each in self.batches]
+        waiting = [mini_batch.batch for mini_batch in self.batches]
         if self.refill is None:
             return MiniBatch(take(iterator, waiting))
         refilled = self.refill.take(iterator, partial(_to, device=device), waiting)

@@ -91,7 +91,7 @@ def write_parquet(
     tables = chain([first], tables)
     with appearing_whole(file) as partial, parquet.ParquetWriter(partial, first.schema) as writer:
         while group := list(islice(tables, num_at_once)):
-            table = pa.concat_tables(each.cast(first.schema) for each in group)
+            table = pa.concat_tables(part.cast(first.schema) for part in group)
             writer.write_table(table)
             num_rows += table.num_rows
     return Written(first.column_names, num_rows, time.perf_counter() - begun)

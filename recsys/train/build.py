@@ -233,7 +233,7 @@ def build_model(
     )
     model = build_network(config.model, source, embeddings, device)
     tables = set(embeddings.parameters())
-    dense_parameters = [each for each in model.parameters() if each not in tables]
+    dense_parameters = [parameter for parameter in model.parameters() if parameter not in tables]
     of_dense = dense_optimizer(config, dense_parameters)
     if table_device is None:
         model.to(device)
@@ -318,8 +318,8 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
     def __init__(self, tables: Sequence[TableConfig], device: torch.device | None = None) -> None:
         super().__init__(tables)
         rows = [
-            torch.empty(each.num_embeddings, each.embedding_dim, device=device)
-            for each in self._tables
+            torch.empty(table.num_embeddings, table.embedding_dim, device=device)
+            for table in self._tables
         ]
         self.embedding_bags = make_bags(self._tables, rows)
         self.reset_parameters()
@@ -795,14 +795,16 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
         ),
         "num_slots": sum(slots),
         "num_rows": sum(num_rows),
-        "num_lookups": sum(each.lookups for each in counts),
+        "num_lookups": sum(group_counts.lookups for group_counts in counts),
         "lookup_hit_rate": rates.lookups,
         "unique_hit_rate": rates.distinct_rows,
         "fetched_bytes": sum(
-            each.fetched * size for each, size in zip(counts, row_bytes, strict=True)
+            group_counts.fetched * size
+            for group_counts, size in zip(counts, row_bytes, strict=True)
         ),
         "written_back_bytes": sum(
-            each.written * size for each, size in zip(counts, row_bytes, strict=True)
+            group_counts.written * size
+            for group_counts, size in zip(counts, row_bytes, strict=True)
         ),
         "cold_row_share": sum(one.left for one in counts) / max(1, sum(one.rows for one in counts)),
         "exposed_fetch_seconds": sum(group.fetcher.waited for group in groups),

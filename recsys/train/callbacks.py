@@ -399,10 +399,10 @@ def callbacks_of(config: TrainConfig, more: Sequence[Callback] = ()) -> RunCallb
         MissingDependency: a package that one logs to is not installed.
         TypeError: one of `more` is no `Callback`.
     """
-    for each in more:
-        if not isinstance(each, Callback):
+    for callback in more:
+        if not isinstance(callback, Callback):
             raise TypeError(
-                f"callbacks must be objects of recsys.train.Callback, got {each!r}; derive its "
+                f"callbacks must be objects of recsys.train.Callback, got {callback!r}; derive its "
                 "class from Callback, and make an object of it"
             )
     stopping = config.early_stopping
@@ -486,12 +486,14 @@ class RunCallbacks:
     @property
     def stopping(self) -> list[EarlyStopping]:
         """Those that end training."""
-        return [each for each in self._callbacks.values() if isinstance(each, EarlyStopping)]
+        return [
+            callback for callback in self._callbacks.values() if isinstance(callback, EarlyStopping)
+        ]
 
     @property
     def keeps_best(self) -> EarlyStopping | None:
         """The callback whose best evaluation the run keeps; None if it keeps its last weights."""
-        return next((each for each in self.stopping if each.keeps_best), None)
+        return next((callback for callback in self.stopping if callback.keeps_best), None)
 
     def stop(self, step: int) -> None:
         """Training ends after this step, because a callback of some process has asked for it."""

@@ -201,8 +201,10 @@ def export_checkpoint(
             ]
             changed = _changed_rows(folder, pieces)
         state = read_state(folder, manifest.deltas[0], is_mapped=True)["model"]
-        dense = {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
-        shapes: _Shapes = {key: (each.dtype, tuple(each.shape)) for key, each in dense.items()}
+        dense = {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        shapes: _Shapes = {
+            key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in dense.items()
+        }
         for key, table in whole_tables(manifest, pieces).items():
             weight, rows = table.arrays["weight"], changed.get(key)
             shapes[key] = (
@@ -238,10 +240,10 @@ def apply_deltas(full: str | Path, deltas: Sequence[str | Path], file: str | Pat
         CheckpointError: a file is damaged, or a delta is missing, repeated, or of another model.
         OSError: the disk is full, or cannot be written.
     """
-    opened = [_open(Path(each)) for each in (full, *deltas)]
+    opened = [_open(Path(path)) for path in (full, *deltas)]
     before: tuple[Any, Any] = None, None
-    for each, path in zip(opened, (full, *deltas), strict=True):
-        metadata = each.metadata()
+    for reader, path in zip(opened, (full, *deltas), strict=True):
+        metadata = reader.metadata()
         since = metadata.get("since"), metadata.get("since_id")
         if since != before:
             found, wanted = (
@@ -260,11 +262,11 @@ def apply_deltas(full: str | Path, deltas: Sequence[str | Path], file: str | Pat
     }
     last = dict(zip(("checkpoint", "checkpoint_id"), before, strict=True))
     with _writing(Path(file), shapes, last) as write:
-        for each in opened:
-            names = set(each.keys())
+        for reader in opened:
+            names = set(reader.keys())
             for name in names & shapes.keys():
-                rows = each.get_tensor(name + ROWS) if name + ROWS in names else _FIRST
-                write(name, each.get_tensor(name), rows)
+                rows = reader.get_tensor(name + ROWS) if name + ROWS in names else _FIRST
+                write(name, reader.get_tensor(name), rows)
     return Path(file)
 
 
@@ -288,7 +290,7 @@ def _open(path: Path) -> Any:
 
 def _changed_rows(folder: Path, deltas: Sequence[Piece]) -> dict[str, Tensor]:
     """For each table, the rows that deltas have, (M,) ascending."""
-    found = {key: [torch.empty(0, dtype=torch.int64)] for each in deltas for key in each.tables}
+    found = {key: [torch.empty(0, dtype=torch.int64)] for piece in deltas for key in piece.tables}
     for piece in deltas:
         for block in read_blocks(folder, piece):
             found[block.key].append(block.rows)
@@ -468,7 +470,9 @@ class _PlainTables(nn.Module):
         names = output_names(self._tables)
         if not self._is_pooled:
             return dict(zip(names, found, strict=True))
-        return PooledEmbeddings(names, [each.shape[1] for each in found], torch.cat(found, dim=1))
+        return PooledEmbeddings(
+            names, [pooled.shape[1] for pooled in found], torch.cat(found, dim=1)
+        )
 
 
 def _bags_by_feature(features: JaggedIds) -> dict[str, tuple[Tensor, Tensor]]:
@@ -576,7 +580,10 @@ class _OfBags(_OfIds):
 def _describe(source: SampleSource, record: Mapping[str, Any]) -> dict[str, Any]:
     """What the program takes and returns, in JSON types."""
     tables = feature_tables(source)
-    kinds = {each["name"]: each.get("kind", "one") for each in record["data"].get("features", ())}
+    kinds = {
+        feature["name"]: feature.get("kind", "one")
+        for feature in record["data"].get("features", ())
+    }
     sparse = (
         [("values", ["N"], "int64"), ("offsets", ["F * B + 1"], "int64")]
         if has_bags(source)

@@ -78,7 +78,7 @@ def rank_items(
 
     def score(questions: Sequence[Question]) -> NDArray[np.float32]:
         scores = np.zeros((len(questions), items.num_rows), np.float32)
-        asked = store.read(np.array([each.sample for each in questions], np.int64))
+        asked = store.read(np.array([question.sample for question in questions], np.int64))
         for rows, found in scorer.blocks(asked):
             scores[:, rows] = found.float().cpu().numpy()
         num_bad = int((~np.isfinite(scores)).sum())
@@ -185,10 +185,10 @@ class Items:
             column.get("missing") == "own" and (column.get("table") or name) == table
             for name, column in columns.items()
         )
-        ones = [each.name for each in store.features if not each.is_bag]
+        ones = [feature.name for feature in store.features if not feature.is_bag]
         self._column = store.sparse[:, ones.index(item)]
         self._catalog = store.catalog
-        self._features = [each.name for each in store.features]
+        self._features = [feature.name for feature in store.features]
 
     def of_samples(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of the items of samples, (n,) each."""

@@ -213,7 +213,7 @@ class Trainer:
         )
         [self._is_ranked_in_training] = any_of(
             config.model.compares_items
-            or any(each.is_of_ranking for each in self.callbacks.stopping)
+            or any(callback.is_of_ranking for callback in self.callbacks.stopping)
         )
         self.source = source = open_source(config)
         after = None if earlier is None else earlier.saved
@@ -248,7 +248,9 @@ class Trainer:
             self.saved = self.model.model
         if first_model is not None:
             first_model.load_model(self.saved, INIT_FROM_NEEDS)
-        self._rates = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
+        self._rates = [
+            [group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers
+        ]
 
         # Its folder, and what is written there.
         if earlier is None:

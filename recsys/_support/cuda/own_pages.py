@@ -117,7 +117,7 @@ class PageLocks:
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        wanted = {each.begin: each for each in map(_pages_of, tensors) if each is not None}
+        wanted = {span.begin: span for span in map(_pages_of, tensors) if span is not None}
         locked: list[Pages] = []
         try:
             for pages in wanted.values():

@@ -50,7 +50,7 @@ class Launched:
         self.kernel = kernel
         # By kind of arguments: the compiled kernel, and the constants in the order of parameters.
         self._known: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-        self._constants = [each.name for each in kernel.params if each.is_constexpr]
+        self._constants = [param.name for param in kernel.params if param.is_constexpr]
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         return partial(self._launch, grid[0])

@@ -49,9 +49,9 @@ class ReceivedRowsPooling:
         # For each dim and pooling: one kernel call.
         self._lookups: dict[tuple[int, bool], Lookups] = {}
         for kind in dict.fromkeys(kinds):
-            features = [number for number, each in enumerate(kinds) if each == kind]
+            features = [number for number, of_feature in enumerate(kinds) if of_feature == kind]
             self._lookups[kind] = Lookups(
-                [(0, each, int(columns[each])) for each in features], is_mean=kind[1]
+                [(0, feature, int(columns[feature])) for feature in features], is_mean=kind[1]
             )
         self._width, self._num_features = int(columns[-1]), len(kinds)
 

@@ -70,7 +70,7 @@ class Lookups:
         if len(found) == len(self.tables):
             return self
         if found not in self._parts:
-            kept = [each for each in self.locations if each[0] in found]
+            kept = [location for location in self.locations if location[0] in found]
             self._parts[found] = Lookups(kept, is_mean=self.is_mean)
         return self._parts[found]
 

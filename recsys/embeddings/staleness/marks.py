@@ -285,11 +285,11 @@ class UpdateWatch:
         if self.freezes is None and not self.is_counting:
             return entries
         found = [self._marks.rows_of_call(group, entry.call) for entry in entries]
-        rows = np.concatenate([np.empty(0, np.int64), *(each.rows for each in found)])
+        rows = np.concatenate([np.empty(0, np.int64), *(looked_up.rows for looked_up in found)])
         if self.freezes is not None:
             self.num_lookups += len(rows)
         if self.freezes and len(self._marks.stale):
-            are_kept = [~self._marks.are_stale(each.rows) for each in found]
+            are_kept = [~self._marks.are_stale(looked_up.rows) for looked_up in found]
             cut = map(_keep_lookups, entries, found, are_kept)
             entries = [entry for entry in cut if entry is not None]
             num_before, rows = len(rows), rows[np.concatenate([np.empty(0, np.bool_), *are_kept])]

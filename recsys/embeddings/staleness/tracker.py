@@ -325,14 +325,14 @@ class StalenessTracker:
         self.num_steps, self._num_seen = found["num_steps"], found["num_seen"]
         self._threshold, self._stale_share = found["threshold"], found["stale_share"]
         self._watch.num_lookups, self._watch.num_left_out = found["lookups"]
-        indices, lengths, rows = (each.cpu().numpy() for each in found["inputs"])
+        indices, lengths, rows = (tensor.cpu().numpy() for tensor in found["inputs"])
         of_inputs = np.split(rows.copy(), lengths.cumsum()[:-1])
         self._inputs = list(zip(indices.tolist(), of_inputs, strict=False))
         self._flags = [(first, rows.cpu().numpy().copy()) for first, rows in found["flags"]]
         history = found["history"].cpu().numpy().copy()
         self._followed.history = history.view(self._followed.history.dtype)
         self._followed.snapshots = [rows.clone() for rows in found["snapshots"]]
-        rows, counts = (each.cpu().numpy() for each in found["counted"])
+        rows, counts = (tensor.cpu().numpy() for tensor in found["counted"])
         self._marks.set_counts(rows, counts.astype(np.uint16))
         self.use_flags_of(self.num_steps)
 

@@ -84,14 +84,16 @@ def read_marks(tables: Sequence[tuple[str, nn.Parameter]], optimizer: object) ->
     """
     marks = {name: _read_mark(name, table) for name, table in tables}
     (first, mark), *others = marks.items()
-    marked = [name for name, each in marks.items() if each is not None]
+    marked = [name for name, table_mark in marks.items() if table_mark is not None]
     if marked and optimizer is not None:
         raise ValueError(
             f"table {marked[0]!r}: apply_optimizer_in_backward has given it an optimizer, so "
             f"optimizer= must be None, got {type(optimizer).__name__}; leave out one of the two"
         )
     for name, other in others:
-        formulas = [None if each is None else each.formula for each in (mark, other)]
+        formulas = [
+            None if table_mark is None else table_mark.formula for table_mark in (mark, other)
+        ]
         if formulas[0] != formulas[1]:
             raise ValueError(
                 f"tables {first!r} and {name!r}: apply_optimizer_in_backward must give tables that "
@@ -103,7 +105,7 @@ def read_marks(tables: Sequence[tuple[str, nn.Parameter]], optimizer: object) ->
     return InBackward(
         mark.formula,
         [table for _, table in tables],
-        [each.optimizer for each in marks.values() if each is not None],
+        [table_mark.optimizer for table_mark in marks.values() if table_mark is not None],
         mark.state_names,
     )
 

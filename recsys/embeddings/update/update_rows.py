@@ -92,7 +92,7 @@ class TableUpdate:
         self._optimizer = ref(optimizer)  # a FusedOptimizer keeps its updates
         self.changed: ChangedRows | None = None
         self._number, self._rule = number, rule
-        known = [table for each in optimizer.param_groups for table in each["params"]]
+        known = [table for param_group in optimizer.param_groups for table in param_group["params"]]
         places = {id(table): place for place, table in enumerate(known)}
         # Unique, however tables are grouped; a frozen table may be in no param group.
         self._numbers = [

@@ -309,11 +309,11 @@ class Paper:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value, is_whole = getattr(self, each.name), each.type == "int"
+        for setting in fields(self):
+            value, is_whole = getattr(self, setting.name), setting.type == "int"
             if not (is_int(value, 0) if is_whole else is_number(value) and value >= 0):
                 raise ConfigError(
-                    f"Paper: {each.name} must be a {'whole ' if is_whole else ''}number of at "
+                    f"Paper: {setting.name} must be a {'whole ' if is_whole else ''}number of at "
                     f"least 0, got {value!r}"
                 )
         if not 0 < self.first_threshold < self.highest_threshold:

@@ -445,7 +445,9 @@ class PieceWriter:
         header, _ = safetensors_header(
             {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         )
-        views = (each.contiguous().view(-1).view(torch.uint8).numpy() for each in tensors.values())
+        views = (
+            tensor.contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors.values()
+        )
         contents: list[bytes | memoryview] = [header, *(view.data for view in views)]
         crc32 = 0
         with path.open("wb") as file:

@@ -287,12 +287,12 @@ class Contents:
             for key, table in tables.items()
             if self.share.num_ranks == 1 or key in own
         }
-        described = [(_describe_optimizer(each), each) for each in self._optimizers]
+        described = [(_describe_optimizer(optimizer), optimizer) for optimizer in self._optimizers]
         states = saved["optimizers"]
         if is_shared or self.share.num_ranks > 1:
             of_rows = FusedOptimizer.__name__
-            described = [each for each in described if not each[0].startswith(of_rows)]
-            states = [each for each in states if not each[0].startswith(of_rows)]
+            described = [entry for entry in described if not entry[0].startswith(of_rows)]
+            states = [entry for entry in states if not entry[0].startswith(of_rows)]
         own |= {f"optimizer {place}": kind for place, (kind, _) in enumerate(described)}
         found |= {f"optimizer {place}": kind for place, (kind, _) in enumerate(states)}
         for key in sorted(own | found):
@@ -309,7 +309,7 @@ class Contents:
 
     def write(self, rows: Rows, saved: Table) -> None:
         """Write those rows of a block that this process has, of the arrays in `saved`."""
-        for table in (each for each in self.tables.tables if each.key == rows.key):
+        for table in (candidate for candidate in self.tables.tables if candidate.key == rows.key):
             begin, end = self._rows_of(table)
             numbers, num_rows = rows.rows - begin, end - begin
             for name in rows.arrays.keys() & saved.arrays.keys():
@@ -440,7 +440,7 @@ def _plain(value: Any, name: str, left_out: Container[int] = ()) -> Any:
 def _state_arrays(table: SavedTable) -> dict[str, Tensor]:
     """The arrays of a table's optimizer state, with a row for each of its rows."""
     state = table.state().items()
-    return {name: each for name, each in state if isinstance(each, torch.Tensor) and each.dim()}
+    return {name: value for name, value in state if isinstance(value, torch.Tensor) and value.dim()}
 
 
 def _describe(key: str, value: Any) -> str:
@@ -461,7 +461,7 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
     """
     kind = type(optimizer).__name__
     shapes = [
-        " ".join("x".join(map(str, each.shape)) or "1" for each in group["params"])
+        " ".join("x".join(map(str, parameter.shape)) or "1" for parameter in group["params"])
         for group in optimizer.param_groups
     ]
     return f"{kind} with {len(shapes)} param groups ({'; '.join(shapes)})"

@@ -60,9 +60,12 @@ def _adding(num_columns: int) -> Any:
         """
         has_factors = not isinstance(factors, types.NoneType)
         arrays = [sums, flat, ids, *([factors] if has_factors else [])]
-        if not all(isinstance(each, types.Array) and each.layout == "C" for each in arrays):
+        if not all(
+            isinstance(array_type, types.Array) and array_type.layout == "C"
+            for array_type in arrays
+        ):
             return None
-        if any(each.dtype != sums.dtype for each in arrays if each is not ids):
+        if any(array_type.dtype != sums.dtype for array_type in arrays if array_type is not ids):
             return None
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
