@@ -238,7 +238,7 @@ class RunFolder:
             )
 
     def load_model(
-        self, model: nn.Module, way_out: str = _SAME_DATA, file: Path | None = None
+        self, model: nn.Module, hint: str = _SAME_DATA, file: Path | None = None
     ) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
 
@@ -248,7 +248,7 @@ class RunFolder:
 
         Args:
             model: A model built from the run's configuration. Mapped tensors are read-only.
-            way_out: What to do if it does not fit.
+            hint: What to do if it does not fit.
             file: As for `save_model`.
 
         Raises:
@@ -281,7 +281,7 @@ class RunFolder:
                 key = min(key for key in found | expected if found.get(key) != expected.get(key))
                 raise ConfigError(
                     f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
-                    f"file and {expected.get(key)} in the model; {way_out}"
+                    f"file and {expected.get(key)} in the model; {hint}"
                 )
             mapped = {
                 key: saved.get_tensor(names[key]) for key, value in state.items() if value.is_meta

@@ -78,7 +78,7 @@ def translate(
                 raise ValueError(f"table {table!r}: {_name(type(optimizer))} {_UNWRAP}")
             reason = _reason_to_refuse(type(optimizer))
             if advice == _ADVICE and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-                reason += f"; {_lazy_way_out(optimizer.param_groups[number])}"
+                reason += f"; {_lazy_hint(optimizer.param_groups[number])}"
             raise ValueError(f"table {table!r}: {reason}; {advice}")
         try:
             translation.formula(optimizer.param_groups[number])
@@ -209,7 +209,7 @@ def _require_off(name: str, settings: Mapping[str, Any], must_be_off: Mapping[st
             )
 
 
-def _lazy_way_out(settings: Mapping[str, Any]) -> str:
+def _lazy_hint(settings: Mapping[str, Any]) -> str:
     """What `lazy_adam` does, and the settings that it needs."""
     off = [f"{name}={type(settings[name])()}" for name in _MUST_BE_OFF if settings.get(name)]
     needed = f" with {' and '.join(off)} in a param group of the tables alone" if off else ""

@@ -306,10 +306,10 @@ def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, 
                     _require_undamaged(folder / piece.name / file.name, file)
     except (CheckpointError, OSError) as error:
         others = [other for other in manifest_numbers(folder) if other != number]
-        way_out = "train from the start: this folder has no other checkpoint"
+        hint = "train from the start: this folder has no other checkpoint"
         if others:
-            way_out = f"load checkpoint {others[-1]} by its number (--checkpoint {others[-1]})"
-        raise CheckpointError(f"{error}; {way_out}") from error
+            hint = f"load checkpoint {others[-1]} by its number (--checkpoint {others[-1]})"
+        raise CheckpointError(f"{error}; {hint}") from error
     return manifest, pieces
 
 
