@@ -201,8 +201,8 @@ class Store:
     @property
     def fingerprint(self) -> str:
         """Equal for stores with equal samples: same raw bytes, convention, tables and splits."""
-        told = {"sources", "unknown", "findings"}
-        about = {key: value for key, value in self.meta.items() if key not in told}
+        excluded = {"sources", "unknown", "findings"}
+        about = {key: value for key, value in self.meta.items() if key not in excluded}
         hashes = [source["sha256"] for source in self.meta["sources"]]
         return hashlib.sha256(json.dumps([about, hashes]).encode()).hexdigest()
 
