@@ -131,10 +131,10 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
         )
     )
     decided = {"seed": "seeds"} | (_TARGET_KEYS if keys.target_auc else {})
-    for place, found in {"the base configuration": flat(base), **variations}.items():
+    for location, found in {"the base configuration": flat(base), **variations}.items():
         for key in decided.keys() & found:
             raise ConfigError(
-                f"{file}: {place} sets {key}, which ablate.{decided[key]} sets; drop {key}"
+                f"{file}: {location} sets {key}, which ablate.{decided[key]} sets; drop {key}"
             )
     for setting in settings:
         for variation, found in variations.items():

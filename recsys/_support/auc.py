@@ -78,22 +78,23 @@ def expected_auc(rising: NDArray[Any]) -> float:
     return float(np.dot(rising, below) / num_pairs) if num_pairs > 0 else 0.5
 
 
-def are_positive(place: str, labels: NDArray[Any]) -> NDArray[np.bool_]:
+def are_positive(location: str, labels: NDArray[Any]) -> NDArray[np.bool_]:
     """Which labels are 1; raises ValueError for a label that is neither 0 nor 1."""
     is_positive: NDArray[np.bool_] = labels == 1
     if np.count_nonzero(is_positive) != np.count_nonzero(labels):  # NaN is not zero either
         is_bad = ~(is_positive | (labels == 0))
         sample = int(is_bad.argmax())
         raise ValueError(
-            f"{place}: labels must be 0 or 1, got {labels[sample]} at place {sample} "
+            f"{location}: labels must be 0 or 1, got {labels[sample]} at place {sample} "
             f"({int(is_bad.sum())} of {len(labels)} are invalid); leave out samples without a label"
         )
     return is_positive
 
 
-def require_same_length(place: str, scores: NDArray[Any], labels: NDArray[Any]) -> None:
+def require_same_length(location: str, scores: NDArray[Any], labels: NDArray[Any]) -> None:
     """Raise ValueError unless both arrays have one dimension and the same length."""
     if scores.shape != labels.shape or scores.ndim != 1:
         raise ValueError(
-            f"{place}: scores and labels must both be (N,), got {scores.shape} and {labels.shape}"
+            f"{location}: scores and labels must both be (N,), got {scores.shape} and "
+            f"{labels.shape}"
         )

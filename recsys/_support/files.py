@@ -151,13 +151,13 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
             raise FileNotFoundError(
                 f"{kind} input {file} must be a file, found {found}; create it, or name another"
             )
-        place = file.resolve()
-        if place in seen:
+        path = file.resolve()
+        if path in seen:
             raise ConfigError(
-                f"{kind} input {file} must be named once, is the same file as {seen[place]}; leave "
+                f"{kind} input {file} must be named once, is the same file as {seen[path]}; leave "
                 "one out"
             )
-        seen[place] = file
+        seen[path] = file
 
 
 def listed_files(name: str, files: Sequence[str | Path]) -> list[Path]:

@@ -64,6 +64,6 @@ def places_of_samples(offsets: Tensor, batch_size: int, samples: Tensor) -> tupl
     begins = offsets[bags].long()
     lengths = offsets[bags + 1].long() - begins
     chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    places = torch.arange(int(chosen[-1]), device=offsets.device)
-    places = places + torch.repeat_interleave(begins - chosen[:-1], lengths)
-    return places, chosen.to(offsets.dtype)
+    positions = torch.arange(int(chosen[-1]), device=offsets.device)
+    positions = positions + torch.repeat_interleave(begins - chosen[:-1], lengths)
+    return positions, chosen.to(offsets.dtype)

@@ -231,9 +231,9 @@ class JaggedIds:
         if self._is_known_one_hot:
             rows_FM = self._values.view(len(self._keys), batch_size).index_select(1, samples)
             return self._unchecked_one_hot(self._keys, rows_FM)
-        places, offsets = places_of_samples(self.offsets(), batch_size, samples)
-        weights = None if self._weights is None else self._weights[places]
-        return self._unchecked(self._keys, self._values[places], offsets, weights)
+        positions, offsets = places_of_samples(self.offsets(), batch_size, samples)
+        weights = None if self._weights is None else self._weights[positions]
+        return self._unchecked(self._keys, self._values[positions], offsets, weights)
 
     @classmethod
     def concatenate(cls, parts: Sequence[JaggedIds]) -> JaggedIds:

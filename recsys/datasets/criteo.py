@@ -458,7 +458,7 @@ def _parse_categories(
 
 @inlined_part
 def _parse_digits(text: NDArray[np.uint8], position: int, base: int) -> tuple[int, np.int64]:
-    """The place after the digits that begin there, and their number."""
+    """The position after the digits that begin there, and their number."""
     number = np.int64(0)
     while _DIGITS[text[position]] < base:
         number = number * base + np.int64(_DIGITS[text[position]])

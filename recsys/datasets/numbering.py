@@ -253,7 +253,7 @@ def read_vocabulary(file: Path, numbers: Numbers, first_row: int, num_rows: int)
     """
     import pyarrow as pa
 
-    kind, place = numbers.values().type, 0
+    kind, num_read = numbers.values().type, 0
     try:
         with pa.OSFile(str(file), "rb") as source, pa.ipc.open_file(source) as reader:
             for index in range(reader.num_record_batches):
@@ -264,10 +264,10 @@ def read_vocabulary(file: Path, numbers: Numbers, first_row: int, num_rows: int)
                 # bytes.
                 is_text = values.type == pa.large_string()
                 (values.view(pa.large_binary()) if is_text else values).validate(full=True)
-                numbers.number(values.slice(max(first_row - place, 0)))
-                place += len(values)
-        if not place == num_rows == first_row + numbers.num_values:
-            found = f"{place} with {numbers.num_values} distinct values"
+                numbers.number(values.slice(max(first_row - num_read, 0)))
+                num_read += len(values)
+        if not num_read == num_rows == first_row + numbers.num_values:
+            found = f"{num_read} with {numbers.num_values} distinct values"
             raise pa.ArrowInvalid(f"the table has {num_rows} rows, its vocabulary {found}")
     except (pa.ArrowException, OSError, IndexError, UnicodeDecodeError) as error:
         raise StoreError(f"{file} is damaged ({error}); prepare the store again") from error
@@ -303,8 +303,8 @@ _mix64: Any = kernel(mix64)  # of one number
 @kernel_part
 def _hash(data: NDArray[Any], begin: np.int64, size: np.int64) -> Any:
     bits = _FNV_BASIS
-    for place in range(size):
-        bits = (bits ^ np.uint64(data[begin + place])) * _FNV_PRIME
+    for index in range(size):
+        bits = (bits ^ np.uint64(data[begin + index])) * _FNV_PRIME
     return _mix64(bits + GOLDEN)
 
 
@@ -337,10 +337,10 @@ def _number_kernel(
                 found = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
                 start = found if ends is None else ends[found]
                 if ends is None or ends[found + 1] - start == size:
-                    place = np.int64(0)
-                    while place < size and known[start + place] == data[begin + place]:
-                        place += 1
-                    if place == size:
+                    index = np.int64(0)
+                    while index < size and known[start + index] == data[begin + index]:
+                        index += 1
+                    if index == size:
                         number = found
                         break
             slot = (slot + np.uint64(1)) & mask

@@ -311,8 +311,8 @@ def _lengths_kernel(
         for position, sample in enumerate(samples):
             length = np.int64(1)
             if column < 0:
-                place = sample * ends.shape[1] - 1 - column
-                length = flat[place] - (flat[place - 1] if place else np.int64(0))
+                index = sample * ends.shape[1] - 1 - column
+                length = flat[index] - (flat[index - 1] if index else np.int64(0))
             lengths[feature * len(samples) + position] = length
 
 
@@ -335,5 +335,5 @@ def _bags_kernel(
                 rows[begin] = sparse[sample, column]
                 continue
             moved = ends[sample, -1 - column] - end
-            for place in range(begin, end):
-                rows[place] = bag_values[place + moved]
+            for index in range(begin, end):
+                rows[index] = bag_values[index + moved]

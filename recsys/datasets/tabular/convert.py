@@ -112,7 +112,7 @@ class _Fault(Exception):
 
 
 @contextmanager
-def _explained(batch: pa.RecordBatch, name: str, place: Callable[[int], str]) -> Iterator[None]:
+def _explained(batch: pa.RecordBatch, name: str, location: Callable[[int], str]) -> Iterator[None]:
     """Let a fault of a column say where it is, and the value."""
     try:
         yield
@@ -120,16 +120,16 @@ def _explained(batch: pa.RecordBatch, name: str, place: Callable[[int], str]) ->
         array = batch.column(name)
         value = array.type if fault.row is None else repr(array[fault.row].as_py())[:60]
         raise DatasetFormatError(
-            f"{place(fault.row or 0)}, column {name!r}: {fault.rule}, got {value}; {fault.hint}"
+            f"{location(fault.row or 0)}, column {name!r}: {fault.rule}, got {value}; {fault.hint}"
         ) from None
 
 
 def _holds(
-    batch: pa.RecordBatch, name: str, texts: tuple[str, ...], place: Callable[[int], str]
+    batch: pa.RecordBatch, name: str, texts: tuple[str, ...], location: Callable[[int], str]
 ) -> pa.Array:
     """Whether a column has one of the values of a condition, or keeps its rule; not if missing."""
     array, rule = plain(batch.column(name)), rule_of(texts)
-    with _explained(batch, name, place):
+    with _explained(batch, name, location):
         if rule is None:
             found = _cast(array, pa.string(), "must hold one value in each row", "name another")
             return pc.is_in(found, value_set=pa.array(texts, pa.string())).fill_null(False)
@@ -174,13 +174,13 @@ def _convert(array: pa.Array, meaning: str, schema: Schema, *, may_be_null: bool
 
 
 def _part(array: pa.Array, split: Any) -> pa.Array:
-    """The place of the list in which a column split has each value."""
+    """The position of the list in which a column split has each value."""
     values = [value for part in split.parts for value in part]
     texts = _strings(array.cast(pa.string()) if types.is_boolean(array.type) else array)
-    places = pc.index_in(texts, pa.array(values, pa.string()))
-    _require(places.is_valid(), f"must be one of {values}", "list its value in [split]")
+    positions = pc.index_in(texts, pa.array(values, pa.string()))
+    _require(positions.is_valid(), f"must be one of {values}", "list its value in [split]")
     codes = np.repeat(np.arange(3, dtype=np.uint8), [len(part) for part in split.parts])
-    return pa.array(codes).take(places)
+    return pa.array(codes).take(positions)
 
 
 def plain(array: pa.Array) -> pa.Array:
@@ -332,9 +332,9 @@ def _label(array: pa.Array, rule: Rule | None) -> pa.Array:
     fault = "a label must be 0, 1, true or false"
     hint = 'correct it, or set positive to a rule, such as ">= 4" for numbers or "== yes" for text'
     texts = pc.utf8_lower(_cast(array, pa.string(), fault, hint))
-    places = pc.index_in(texts, pa.array(["0", "0.0", "false", "1", "1.0", "true"]))
-    _require(pc.or_(places.is_valid(), array.is_null()), fault, hint)
-    return pc.greater_equal(places, 3).cast(pa.int8())
+    positions = pc.index_in(texts, pa.array(["0", "0.0", "false", "1", "1.0", "true"]))
+    _require(pc.or_(positions.is_valid(), array.is_null()), fault, hint)
+    return pc.greater_equal(positions, 3).cast(pa.int8())
 
 
 def _seconds(array: pa.Array, form: str) -> pa.Array:

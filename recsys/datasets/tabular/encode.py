@@ -110,7 +110,7 @@ Columns = dict[str, "NDArray[Any] | Bags"]
 
 
 def places_of(begins: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The places of all values of bags: of each from its begin on, bag after bag.
+    """The positions of all values of bags: of each from its begin on, bag after bag.
 
     Shape:
         begins, lengths (n,); result (v,), v the sum of the lengths.
@@ -195,8 +195,8 @@ class RowEncoder:
     def _number(self, values: pa.Array, numbers: Numbers | HashedRows) -> NDArray[np.int32]:
         if isinstance(values, pa.DictionaryArray):  # each text is numbered once
             texts = pa.concat_arrays([values.dictionary, pa.nulls(1, pa.string())])
-            places: NDArray[Any] = values.indices.fill_null(len(texts) - 1).to_numpy()
-            return np.take(self._number(texts, numbers), places)
+            indices: NDArray[Any] = values.indices.fill_null(len(texts) - 1).to_numpy()
+            return np.take(self._number(texts, numbers), indices)
         return numbers.number(values, grow=self._grow)
 
     def _group(self, column: pa.Array) -> NDArray[np.int32]:

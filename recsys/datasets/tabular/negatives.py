@@ -138,8 +138,8 @@ _mix64: Any = kernel(mix64)  # of one number
 
 @kernel_part
 def _is_known(items: NDArray[np.int32], begin: int, end: int, item: int) -> bool:
-    place = begin + np.searchsorted(items[begin:end], item)
-    return bool(place < end and items[place] == item)
+    index = begin + np.searchsorted(items[begin:end], item)
+    return bool(index < end and items[index] == item)
 
 
 @kernel
@@ -157,18 +157,18 @@ def _draw_kernel(
         begin, end = starts[owners[position]], starts[owners[position] + 1]
         for number in range(drawn.shape[1]):
             state = _mix64(_mix64(seed + np.uint64(rows[position])) + np.uint64(number))
-            item, place = NO_ITEM, np.int64(0)
+            item, index = NO_ITEM, np.int64(0)
             for _ in range(_MAX_DRAWS if len(items) else 0):
                 state += GOLDEN
                 uniform = np.float64(_mix64(state) >> np.uint64(11)) * 2.0**-53
-                place = np.searchsorted(ends, uniform * ends[-1], side="right")
-                place = min(place, np.int64(len(items) - 1))
-                if not _is_known(known, begin, end, items[place]):
-                    item = items[place]
+                index = np.searchsorted(ends, uniform * ends[-1], side="right")
+                index = min(index, np.int64(len(items) - 1))
+                if not _is_known(known, begin, end, items[index]):
+                    item = items[index]
                     break
             if item == NO_ITEM:
                 for step in range(len(items)):
-                    candidate = items[(place + step) % len(items)]
+                    candidate = items[(index + step) % len(items)]
                     if not _is_known(known, begin, end, candidate):
                         item = candidate
                         break

@@ -420,8 +420,8 @@ class _Negatives:
         table = next(table for table in rows.schema.tables if keys.item in table.columns)
         size = maker.tables[table.name].num_rows, len(others)
         self.catalog = np.zeros(size, np.int32)
-        for place, found in enumerate(others):
-            self.catalog[items, place] = found  # of several rows of an item, the last
+        for position, found in enumerate(others):
+            self.catalog[items, position] = found  # of several rows of an item, the last
         _warn_of_item_columns(rows, self._names, items, table.first_row)
         # Where items come again, the positive's own item is the only one that is not drawn.
         owners = items if self._has_repeats else rows.groups[is_train]
@@ -443,8 +443,8 @@ class _Negatives:
         result = made.take(np.nonzero(is_kept)[0])
         is_negative = np.broadcast_to(np.arange(drawn.shape[1]) > 0, drawn.shape)[is_kept]
         items = drawn[is_kept][is_negative]
-        for place, name in enumerate(self._names):
-            found = items if not place else self.catalog[items, place - 1]
+        for position, name in enumerate(self._names):
+            found = items if not position else self.catalog[items, position - 1]
             np.asarray(result.features[name])[is_negative] = found
         result.others["labels"] = np.where(is_negative, np.int8(0), np.int8(1))
         return result

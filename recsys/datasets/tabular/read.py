@@ -263,14 +263,14 @@ class Frames:
                     "correct the schema or the frame"
                 )
             for start in range(0, len(frame), _BATCH_ROWS):
-                place = partial(_place_in_frame, number, start)
-                batch = conform(self._block(frame, start, place(0)), self._schema, place)
+                location = partial(_place_in_frame, number, start)
+                batch = conform(self._block(frame, start, location(0)), self._schema, location)
                 values = [plain(column) for column in batch.columns]  # without dictionaries
                 self._digest.update(pa.record_batch(values, batch.schema.names).serialize())
                 self._num_rows += batch.num_rows
                 yield batch
 
-    def _block(self, frame: Any, start: int, place: str) -> pa.RecordBatch:
+    def _block(self, frame: Any, start: int, location: str) -> pa.RecordBatch:
         arrays = {}
         is_table = isinstance(frame, pa.Table)
         rows = (frame if is_table else frame.iloc)[start : start + _BATCH_ROWS]
@@ -279,7 +279,7 @@ class Frames:
                 array = rows[name] if is_table else pa.array(rows[name], from_pandas=True)
             except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
                 raise DatasetFormatError(
-                    f"{place}, column {name!r}: from here on, must have values of one type that "
+                    f"{location}, column {name!r}: from here on, must have values of one type that "
                     f"Arrow has: {str(error)[:200]}; convert the column"
                 ) from error
             arrays[name] = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
@@ -454,27 +454,27 @@ class TextFile:
         """What Arrow says, with the line and the column, and what to do; an error of the disk."""
         if getattr(error, "errno", None):
             return error
-        text, place = str(error), self.path
+        text, location = str(error), self.path
         if "straddl" in text:
             return self.misplaced_quote()
         if isinstance(error, UnicodeEncodeError):  # of the names
-            place += ", line 1"
+            location += ", line 1"
         if row := re.search(r"Row #(\d+): ?", text):
-            place = self.place(int(row[1]) - 1 - (not self._names))
+            location = self.place(int(row[1]) - 1 - (not self._names))
         if column := re.search(r"In CSV column #(\d+): ", text):
-            place += f", column {self.column_names[int(column[1])]!r}"
+            location += f", column {self.column_names[int(column[1])]!r}"
         text = re.sub(r"In CSV column #\d+: |Row #\d+: ?", "", text)
         hint = next(hint for words, hint in _HINTS if re.search(words, text, re.DOTALL))
-        return DatasetFormatError(f"{place}: {text[:200]}; {hint}")
+        return DatasetFormatError(f"{location}: {text[:200]}; {hint}")
 
     def misplaced_quote(self) -> DatasetFormatError:
         """The error of a quoted field that does not end as it must, with its line."""
-        place = self.path
+        location = self.path
         with suppress(csv.Error), self._records(strict=True) as records:
             for _ in records:
-                place = f"{self.path}, line {records.line_num + 1}"
+                location = f"{self.path}, line {records.line_num + 1}"
         return DatasetFormatError(
-            f"{place}: a field that begins with a quote must end with one, and a row must be "
+            f"{location}: a field that begins with a quote must end with one, and a row must be "
             f"shorter than {_BLOCK_BYTES >> 20} MiB; {_QUOTES_HINT}"
         )
 
@@ -674,7 +674,7 @@ def _quote_check(file: TextFile) -> Callable[[bytes], None]:
     return check
 
 
-# The place in the text after a byte. After a closing quote, the next byte may double it.
+# The position in the text after a byte. After a closing quote, the next byte may double it.
 _START, _PLAIN, _QUOTED, _CLOSED, _MISPLACED = range(5)
 
 

@@ -676,10 +676,10 @@ def _check_columns(schema: Schema) -> None:
     named.append(("split.column", getattr(schema.split, "column", "")))
     named += [("filter", name) for where in schema.conditions.values() for name in where]
     seen: dict[str, str] = {}
-    for place, name in named:
-        is_twice = name and name in seen and not {seen[name], place} <= _SHARED
-        _refuse((is_twice, f"{place}: column {name!r} is named in {seen.get(name)}, too"))
-        seen.setdefault(name, place)
+    for location, name in named:
+        is_twice = name and name in seen and not {seen[name], location} <= _SHARED
+        _refuse((is_twice, f"{location}: column {name!r} is named in {seen.get(name)}, too"))
+        seen.setdefault(name, location)
     for table in schema.tables:
         plain = re.sub(r"[^\w-]", "_", table.name)
         fault = (

@@ -270,12 +270,12 @@ def split_in_order(
         is_sample, order, result (N,).
     """
     codes = np.full(len(is_sample), TRAIN, np.uint8)
-    places: Any = range(len(codes))  # of the samples, in order
+    positions: Any = range(len(codes))  # of the samples, in order
     if not is_sample.all():
-        places = np.flatnonzero(is_sample if order is None else is_sample[order])
+        positions = np.flatnonzero(is_sample if order is None else is_sample[order])
     for code, num_last in ((VALIDATION, num_held), (TEST, num_test)):
-        if num_last and len(places):
-            codes[places[max(len(places) - num_last, 0)] :] = code
+        if num_last and len(positions):
+            codes[positions[max(len(positions) - num_last, 0)] :] = code
     if order is not None:
         codes[order] = codes.copy()
     return codes
@@ -327,7 +327,7 @@ def split_last_one_out(
 class Histories:
     """For each row, values of earlier positive rows of its group; 16 bytes a row beside `groups`.
 
-    Rows are ordered by time, or by their place in the file if there are no times; rows of equal
+    Rows are ordered by time, or by their position in the file if there are no times; rows of equal
     time keep the order of the file. A row's own value is not in its history.
 
     A history must not tell the label of its row. In an impression log, the clicked item and the
@@ -374,8 +374,8 @@ class Histories:
     def of_rows(self, rows: NDArray[np.int64]) -> Bags:
         """The histories of some rows, by their numbers: the newest values, oldest first."""
         lengths = np.minimum(self._lengths[rows], self._max_length)
-        places = places_of(self._ends[rows] - lengths, lengths)
-        return Bags(self._values[self._listed[places]], lengths)
+        positions = places_of(self._ends[rows] - lengths, lengths)
+        return Bags(self._values[self._listed[positions]], lengths)
 
 
 @kernel
