@@ -382,9 +382,9 @@ def _describe_speed(made: Sequence[Attachment]) -> str:
         return f"all {total} are in fast memory"
     pairs = zip(updates, sizes, strict=True)
     hot = format_bytes(sum(update.group.num_slots * size.slot_bytes for update, size in pairs))
-    place = "in memory" if updates[0].group.files is None else "in files"
+    location = "in memory" if updates[0].group.files is None else "in files"
     return (
-        f"{hot} of fast memory for {total}; the other rows are {place}, so expect longer steps: "
+        f"{hot} of fast memory for {total}; the other rows are {location}, so expect longer steps: "
         "recsys.pipeline.TrainPipeline fetches rows before their step"
     )
 

@@ -469,15 +469,16 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
         ValueError: there is none, or the model cannot be changed.
     """
     for name, module in model.named_modules():
-        place = f"module {name!r}" if name else "the model"
+        location = f"module {name!r}" if name else "the model"
         if isinstance(module, DistributedDataParallel):
             raise ValueError(  # noqa: TRY004  # its type is right, its place is wrong
-                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients: "
-                "rows that recsys updates leave none; accelerate in one process, or before it is "
-                "wrapped and without optimizer=, so that the tables' gradients are gathered"
+                f"{location} must not be wrapped by DistributedDataParallel, which gathers "
+                "gradients: rows that recsys updates leave none; accelerate in one process, or "
+                "before it is wrapped and without optimizer=, so that the tables' gradients are "
+                "gathered"
             )
         if KEPT in module.__dict__:
-            raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")
+            raise ValueError(f"{location} is accelerated already; call recsys.restore(model) first")
     if _is_replaceable(model):
         raise ValueError(
             f"the model is itself an {type(model).__name__}, which cannot be replaced in place; "
@@ -557,10 +558,10 @@ def tables_of(module: nn.Module, name: str) -> Iterator[Table]:
     known = found.embedding_bag_configs() if is_pooled else found.embedding_configs()
     configs = {config.name: config for config in known}
     for table, bag in getattr(found, attribute).items():
-        place = f"{name}.{attribute}.{table}"
+        full_name = f"{name}.{attribute}.{table}"
         features = tuple(configs[table].feature_names)
-        key, prefix = f"{place}.weight", f"{table}."
-        yield Table(place, key, prefix, bag, bag.sparse, name, table, features)
+        key, prefix = f"{full_name}.weight", f"{table}."
+        yield Table(full_name, key, prefix, bag, bag.sparse, name, table, features)
 
 
 def _is_replaceable(module: nn.Module) -> bool:

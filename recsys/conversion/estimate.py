@@ -180,14 +180,14 @@ def estimate(
     cold = everything if is_tiered else 0
     own = {id(table) for tables, _ in groups for table in tables}
     dense = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in own)
-    place = tables[0].weight.device if device is None else torch.device(device)
-    on_cpu = place.type in ("cpu", "meta")
+    target_device = tables[0].weight.device if device is None else torch.device(device)
+    on_cpu = target_device.type in ("cpu", "meta")
     found = Estimate(
         num_tables=len(own),
         num_rows=sum(size.num_rows for size in sizes),
         everything_bytes=everything,
         has_optimizer=None not in formulas,
-        device="cpu" if on_cpu else str(place),
+        device="cpu" if on_cpu else str(target_device),
         fast_bytes=fast,
         budget_bytes=of_budget,
         num_slots=sum(slots),

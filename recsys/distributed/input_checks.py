@@ -111,7 +111,8 @@ class InputChecks:
 
         Args:
             features: A valid input.
-            keys: The keys of the first mini-batch. TorchRec takes features by their places there.
+            keys: The keys of the first mini-batch. TorchRec takes features by their positions
+                there.
 
         Raises:
             KeyError: a feature of the first mini-batch is missing.

@@ -204,7 +204,7 @@ def _require_table(table: Any, sharding: ParameterSharding, exchange: str) -> No
     Raises:
         ValueError: it is not supported; the message says why.
     """
-    place, kind = f"table {table.name!r}", sharding.sharding_type
+    location, kind = f"table {table.name!r}", sharding.sharding_type
     if kind not in _TYPES:
         reason = ""
         if "column" in kind or kind == ShardingType.GRID_SHARD.value:
@@ -213,25 +213,25 @@ def _require_table(table: Any, sharding: ParameterSharding, exchange: str) -> No
                 "row-wise optimizer, which is another optimizer)"
             )
         raise ValueError(
-            f"{place}: its sharding type must be one of {_TYPES}, got {kind!r}; change the plan"
+            f"{location}: its sharding type must be one of {_TYPES}, got {kind!r}; change the plan"
             f"{reason}"
         )
     if sharding.compute_kernel != _KERNEL:
         raise ValueError(
-            f"{place}: its compute kernel must be {_KERNEL!r} in the plan, got "
+            f"{location}: its compute kernel must be {_KERNEL!r} in the plan, got "
             f"{sharding.compute_kernel!r}; give the sharder to construct_module_sharding_plan and "
             "call apply_optimizer_in_backward before it, or pass compute_kernel='fused'"
         )
     data_type_of(table, {"fp32": torch.float32})
     if getattr(table, "enable_embedding_update", False):
         raise ValueError(
-            f"{place}: enable_embedding_update must be False: recsys rows are not written to by "
+            f"{location}: enable_embedding_update must be False: recsys rows are not written to by "
             "`write`; load them by load_state_dict, or use TorchRec's own sharder"
         )
     is_mean = getattr(table, "pooling", PoolingType.SUM) == PoolingType.MEAN
     if is_mean and kind == ShardingType.ROW_WISE.value and exchange != ROWS:
         raise ValueError(
-            f"{place}: a row-wise table must be pooled by its sum, got MEAN with "
+            f"{location}: a row-wise table must be pooled by its sum, got MEAN with "
             f"row_wise_exchange={exchange!r}: parts of a mean cannot be added; set "
             "row_wise_exchange='rows' in fused_params of the sharder, or make the table table-wise"
         )

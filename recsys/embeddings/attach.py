@@ -193,11 +193,11 @@ class Attachment:
             for table, name in ((group.tables[index], group.names[index]) for index in pending):
                 number, before = numbers.get(table), self._numbers.get(table)
                 if number != before:
-                    place = "none" if number is None else f"group {number}"
+                    location = "none" if number is None else f"group {number}"
                     raise ValueError(
                         f"table {name!r} of shape {tuple(table.shape)} was in param group "
                         f"{before} of the optimizer, which updates its rows, and is "
-                        f"in {place} now; put it back, or call recsys.restore first"
+                        f"in {location} now; put it back, or call recsys.restore first"
                     )
         if all(numbers.get(table) == number for table, number in self._numbers.items()):
             self._known = now

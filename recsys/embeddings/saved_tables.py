@@ -195,15 +195,15 @@ class SavedTable:
         Raises:
             WeightsError: the array has no such rows, or rows of another size or dtype.
         """
-        place = f"table {self.key!r}: {name}"
+        location = f"table {self.key!r}: {name}"
         if begin < 0 or end > len(array):
             raise WeightsError(
-                f"{place} has rows 0 to {len(array) - 1}, got rows {begin} to {end - 1}; load rows "
-                "of the same table"
+                f"{location} has rows 0 to {len(array) - 1}, got rows {begin} to {end - 1}; load "
+                "rows of the same table"
             )
         if (values.dtype, values.shape[1:].numel()) != (array.dtype, array.shape[1:].numel()):
             raise WeightsError(
-                f"{place} has rows of shape {tuple(array.shape[1:])} in {array.dtype}, got "
+                f"{location} has rows of shape {tuple(array.shape[1:])} in {array.dtype}, got "
                 f"{tuple(values.shape[1:])} in {values.dtype}; load rows of the same table"
             )
 
@@ -230,7 +230,7 @@ class SavedTables:
             dict.fromkeys(update for module in modules for update in module.updates())
         )
         self._records: dict[TableUpdate, ChangedRows] = {}
-        places = {}
+        locations = {}
         for update in self._updates:
             for number, weight in enumerate(update.group.tables):
                 if weight not in keys:
@@ -239,9 +239,11 @@ class SavedTables:
                         "this model too, but the table is not in this model; save the whole model"
                     )
                 if number not in update.group.released:
-                    places[weight] = update, number
+                    locations[weight] = update, number
         self.tables = [
-            SavedTable(key, *places[weight]) for weight, key in keys.items() if weight in places
+            SavedTable(key, *locations[weight])
+            for weight, key in keys.items()
+            if weight in locations
         ]
 
     @property

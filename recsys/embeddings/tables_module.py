@@ -192,14 +192,15 @@ class TableSettings(NamedTuple):
             ConfigError: the settings contradict each other, or files are to be on a device.
         """
         self.require(device)
-        place = None if device is None else torch.device(device)
+        target_device = None if device is None else torch.device(device)
         if self.cold_path is not None:
             files = ColdFiles(self.cold_path)
             return [files.make(name, *kind) for name, kind in tables.items()], files
-        if self._keeps_on_host(place):
-            return [empty_in_own_pages(*kind, place) for kind in tables.values()], None
+        if self._keeps_on_host(target_device):
+            return [empty_in_own_pages(*kind, target_device) for kind in tables.values()], None
         return [
-            empty_rows(*shape, dtype=dtype, device=place) for shape, dtype in tables.values()
+            empty_rows(*shape, dtype=dtype, device=target_device)
+            for shape, dtype in tables.values()
         ], None
 
     def allocate_one(
@@ -212,12 +213,12 @@ class TableSettings(NamedTuple):
         """Memory for one table, undefined unless `weight` is given; None for torch to make it."""
         self.require()
         device = device if weight is None else weight.device
-        place = None if device is None else torch.device(device)
-        is_moved = self.cold_path is not None or self._keeps_on_host(place)
+        target_device = None if device is None else torch.device(device)
+        is_moved = self.cold_path is not None or self._keeps_on_host(target_device)
         if self.optimizer is None or (weight is not None and not is_moved):
             return weight, None
         dtype = dtype or torch.get_default_dtype() if weight is None else weight.dtype
-        [made], files = self.allocate({"weight": (shape, dtype)}, place)
+        [made], files = self.allocate({"weight": (shape, dtype)}, target_device)
         return made if weight is None else made.copy_(weight), files
 
 

@@ -161,9 +161,9 @@ def pad_left(values: Tensor, lengths: Tensor, num_steps: int) -> tuple[Tensor, T
     bags = bags_of_rows(lengths, values.shape[0])
     row = torch.arange(values.shape[0], device=values.device)
     back = lengths.cumsum(0).index_select(0, bags) - row  # 1 for the last row of a bag
-    unused = num_bags * num_steps  # a place after the result, for the rows of longer bags
-    places = torch.where(back <= num_steps, (bags + 1) * num_steps - back, unused)
-    padded = values.new_zeros(unused + 1, dim).index_copy(0, places, values)
+    unused = num_bags * num_steps  # a position after the result, for the rows of longer bags
+    positions = torch.where(back <= num_steps, (bags + 1) * num_steps - back, unused)
+    padded = values.new_zeros(unused + 1, dim).index_copy(0, positions, values)
     return padded[:unused].view(num_bags, num_steps, dim), is_step
 
 

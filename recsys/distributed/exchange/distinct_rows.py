@@ -131,7 +131,7 @@ class DistinctIdsDist(BaseSparseFeaturesDist):  # type: ignore[misc]  # TorchRec
         distinct, numbers = torch.unique(rows, return_inverse=True)
         lengths = torch.searchsorted(distinct, self._bounds).diff()
         ids = distinct - self._bounds[:-1].repeat_interleave(lengths)
-        by_rank, places = bucketize_kjt_before_all2all(
+        by_rank, positions = bucketize_kjt_before_all2all(
             KeyedJaggedTensor(
                 keys=self._names, values=ids.to(self._dtype), lengths=lengths.to(torch.int32)
             ),
@@ -142,7 +142,7 @@ class DistinctIdsDist(BaseSparseFeaturesDist):  # type: ignore[misc]  # TorchRec
         # A collection without weights ignores those of its input.
         weights = sparse_features.weights_or_none() if self._is_weighted else None
         self.context = DistinctRowsContext(
-            places=places.long()[numbers],
+            places=positions.long()[numbers],
             offsets=sparse_features.offsets().long(),
             weights=None if weights is None else weights[:num_lookups],
             batch_size=sparse_features.stride(),

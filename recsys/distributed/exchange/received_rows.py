@@ -65,27 +65,32 @@ class ReceivedRowsPooling:
         Shape:
             received (sum of dims of U rows, 1); result (B, sum of dims of the features).
         """
-        received, places = received.reshape(-1), context.places
+        received, positions = received.reshape(-1), context.places
         if len(self._dims) == 1:
             [dim] = self._dims
             rows = {dim: received.view(-1, dim)}
         else:
-            rows, places = self._by_dim(received, context.num_received, places)
+            rows, positions = self._by_dim(received, context.num_received, positions)
         groups = {
             dim: TableGroup(["received rows"], [cast("nn.Parameter", of_dim)])
             for dim, of_dim in rows.items()
         }
         num_bags = self._num_features * context.batch_size
         bags = read_bags(
-            places, context.offsets, context.weights, context.batch_size, num_bags, received.dtype
+            positions,
+            context.offsets,
+            context.weights,
+            context.batch_size,
+            num_bags,
+            received.dtype,
         )
         parts = [(groups[dim], lookups) for (dim, _), lookups in self._lookups.items()]
         return look_up_for_torch(parts, bags, self._width, [[False]] * len(parts))
 
     def _by_dim(
-        self, received: Tensor, num_received: Tensor, places: Tensor
+        self, received: Tensor, num_received: Tensor, positions: Tensor
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """The rows of each dim, and places that count the rows of one dim only."""
+        """The rows of each dim, and positions that count the rows of one dim only."""
         dims = self._dims_of_tables * len(num_received)  # of every piece
         counts = num_received.flatten()
         sizes = [count * dim for count, dim in zip(counts.tolist(), dims, strict=True)]
@@ -98,4 +103,4 @@ class ReceivedRowsPooling:
             place_in_dim[of_dim] = torch.arange(len(of_dim), device=counts.device)
             rows[dim] = torch.cat([piece for of_piece, piece in pieces if of_piece == dim])
             rows[dim] = rows[dim].view(-1, dim)
-        return rows, place_in_dim[places]
+        return rows, place_in_dim[positions]

@@ -91,10 +91,10 @@ def read_bags(
     ids, offsets = ids.contiguous(), None if offsets is None else offsets.contiguous()
     bags = Bags(ids, offsets, weights, num_samples, num_bags, origin)
     if weights is not None and ids.is_cpu and bool(weights.isnan().any()):
-        place = int(weights.isnan().nonzero()[0])
+        position = int(weights.isnan().nonzero()[0])
         raise MalformedBags(
-            f"{_location(bags, place)}: the weight of id {int(ids.reshape(-1)[place])} is nan; "
-            "check the code that computes it"
+            f"{_location(bags, position)}: the weight of id {int(ids.reshape(-1)[position])} is "
+            "nan; check the code that computes it"
         )
     return bags
 
@@ -331,15 +331,17 @@ def _bad_offset(bags: Bags) -> str:
     is_bad = (offsets < floor) | (offsets > bags.ids.numel())
     is_bad[:1] |= offsets[:1] != 0
     is_bad[bags.num_bags :] |= offsets[bags.num_bags :] != bags.ids.numel()
-    place = int(is_bad.int().argmax())
-    of_bag = f", where {_name(bags, place)} begins" if place < bags.num_bags else ""
-    return f"offsets[{place}] = {int(offsets[place])} after {int(floor[place])}{of_bag}"
+    position = int(is_bad.int().argmax())
+    of_bag = f", where {_name(bags, position)} begins" if position < bags.num_bags else ""
+    return f"offsets[{position}] = {int(offsets[position])} after {int(floor[position])}{of_bag}"
 
 
 def _location(bags: Bags, code: int) -> str:
     """Where an id is, for errors."""
     if isinstance(bags.origin, torch.Size) and len(bags.origin) != 1:
-        index = ", ".join(str(int(place)) for place in np.unravel_index(code, bags.origin))
+        index = ", ".join(
+            str(int(coordinate)) for coordinate in np.unravel_index(code, bags.origin)
+        )
         return f"input[{index}]" if index else "input"
     if bags.offsets is None:
         return _name(bags, code // max(bags.ids.numel() // bags.num_bags, 1))

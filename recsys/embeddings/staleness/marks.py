@@ -200,14 +200,14 @@ class RowMarks:
         batch_size: int,
     ) -> LookedUp:
         tables, positions, _ = lookups.arrays
-        places = (positions[:, None] * batch_size + np.arange(batch_size)).reshape(-1)
-        bags = np.arange(len(places))
+        indices = (positions[:, None] * batch_size + np.arange(batch_size)).reshape(-1)
+        bags = np.arange(len(indices))
         if offsets is not None:
-            begins = offsets[places].astype(np.int64)
-            lengths = offsets[places + 1] - begins
+            begins = offsets[indices].astype(np.int64)
+            lengths = offsets[indices + 1] - begins
             bags = bags.repeat(lengths)
-            places = np.arange(len(bags)) + (begins - lengths.cumsum() + lengths).repeat(lengths)
-        ids = ids[places]
+            indices = np.arange(len(bags)) + (begins - lengths.cumsum() + lengths).repeat(lengths)
+        ids = ids[indices]
         first_table = self.first_tables.get(group)
         if first_table is None:
             rows = np.full(len(ids), -1)
@@ -217,8 +217,8 @@ class RowMarks:
             rows[(ids < 0) | (rows >= self.first_rows[tables + 1])] = -1
         is_used = ids != LEFT_OUT
         if not is_used.all():
-            rows, bags, ids, places = rows[is_used], bags[is_used], ids[is_used], places[is_used]
-        return LookedUp(rows, bags, ids, places)
+            rows, bags, ids, indices = rows[is_used], bags[is_used], ids[is_used], indices[is_used]
+        return LookedUp(rows, bags, ids, indices)
 
 
 def host_input(bags: Bags) -> tuple[NDArray[np.integer], NDArray[np.integer] | None]:

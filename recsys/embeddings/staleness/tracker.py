@@ -463,9 +463,9 @@ def input_levels(
         levels: Their levels, (M,).
     """
     looked_up = np.concatenate([np.empty(0, np.int64), *inputs])
-    places = np.searchsorted(rows, looked_up)
-    of_rows = np.append(levels, inf)[places]
-    of_rows[np.append(rows, -1)[places] != looked_up] = inf
+    positions = np.searchsorted(rows, looked_up)
+    of_rows = np.append(levels, inf)[positions]
+    of_rows[np.append(rows, -1)[positions] != looked_up] = inf
     found = np.full(len(inputs), -inf)
     np.maximum.at(found, np.arange(len(inputs)).repeat(list(map(len, inputs))), of_rows)
     found[found == -inf] = inf

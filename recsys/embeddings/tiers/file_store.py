@@ -117,10 +117,10 @@ class ColdFiles:
             number for known, number in list(self._arrays.values()) if known.data_ptr() == address
         ]
         left: Any = rows.view(-1).view(torch.uint8).numpy()
-        place = begin * array.itemsize * array.shape[1:].numel()
+        offset = begin * array.itemsize * array.shape[1:].numel()
         while found and left.size:
             try:
-                moved = (os.preadv if is_read else os.pwritev)(found[0], [left], place)
+                moved = (os.preadv if is_read else os.pwritev)(found[0], [left], offset)
             except OSError as error:
                 raise ColdTierError(
                     error.errno,
@@ -129,7 +129,7 @@ class ColdFiles:
                 ) from error
             if not moved:
                 raise ColdTierError(f"{self.folder}: a file was cut off; load a checkpoint again")
-            left, place = left[moved:], place + moved
+            left, offset = left[moved:], offset + moved
         return bool(found)
 
     def require_owner(self) -> None:
@@ -156,13 +156,13 @@ def require_disk(folder: Path, num_bytes: int) -> None:
     Raises:
         ColdTierError: no permission to write, or no room on the disk.
     """
-    place = existing(folder)
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+    path = existing(folder)
+    if not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
         raise ColdTierError(
-            f"{folder}: must be a writable folder, and {place} may not be written to; choose "
+            f"{folder}: must be a writable folder, and {path} may not be written to; choose "
             "another cold_path, or change its permissions"
         )
-    disk = os.statvfs(place)
+    disk = os.statvfs(path)
     # Some file systems do not report their size.
     if disk.f_blocks and num_bytes > disk.f_bavail * disk.f_frsize:
         raise _no_room(folder, num_bytes, errno.ENOSPC)

@@ -93,10 +93,11 @@ class TableUpdate:
         self.changed: ChangedRows | None = None
         self._number, self._rule = number, rule
         known = [table for param_group in optimizer.param_groups for table in param_group["params"]]
-        places = {id(table): place for place, table in enumerate(known)}
+        positions = {id(table): position for position, table in enumerate(known)}
         # Unique, however tables are grouped; a frozen table may be in no param group.
         self._numbers = [
-            places.get(id(table), len(known) + place) for place, table in enumerate(group.tables)
+            positions.get(id(table), len(known) + position)
+            for position, table in enumerate(group.tables)
         ]
         self._has_warned = False
         self._settings: _Settings | None = None

@@ -176,8 +176,8 @@ def _give(
     num_fetched = num_written = 0
     num_passed = 0  # slots that may not be taken, one after the other
     for table in range(len(begins)):
-        for place in range(begins[table], ends[table]):
-            row, was_leaving = missing[place], missing[place] < 0
+        for position in range(begins[table], ends[table]):
+            row, was_leaving = missing[position], missing[position] < 0
             row = ~row if was_leaving else row
             # With offsets that the lookup will refuse, rows may be more than ids.
             is_full = num_fetched >= moves_4M.shape[1]

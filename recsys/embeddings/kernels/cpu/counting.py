@@ -196,13 +196,13 @@ def _worst_kernel(
             for segment in range(len(bases)):
                 base = np.uint64(bases[segment])
                 for sample in range(begin, min(begin + _BLOCK, end)):
-                    place = np.uint64(first[segment] + sample * stride)
-                    stop = place + np.uint64(1)
+                    start = np.uint64(first[segment] + sample * stride)
+                    stop = start + np.uint64(1)
                     if has_offsets:
                         bag = np.uint64(first_bag[segment] + sample)
-                        place = np.uint64(offsets[bag])
+                        start = np.uint64(offsets[bag])
                         stop = np.uint64(offsets[bag + np.uint64(1)])
                     level = worst[sample]
-                    for at in range(place, stop):
+                    for at in range(start, stop):
                         level = max(level, levels[base + np.uint64(values[at])])
                     worst[sample] = level

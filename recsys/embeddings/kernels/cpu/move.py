@@ -94,9 +94,9 @@ def _announce(
         table = _table_of(row, first_rows)
         if bases[table] == _NO_BASE:
             continue
-        place = bases[table] * np.uint64(flat.itemsize) + (row - first_rows[table]) * num_bytes
-        page = (begin_of_flat + place) // _PAGE
-        end = begin_of_flat + place + num_bytes
+        offset = bases[table] * np.uint64(flat.itemsize) + (row - first_rows[table]) * num_bytes
+        page = (begin_of_flat + offset) // _PAGE
+        end = begin_of_flat + offset + num_bytes
         if page != last:  # rows that follow each other often share a page
             _madvise(np.int64(page * _PAGE), np.int64(end - page * _PAGE), _WILL_NEED)
         last = page
@@ -134,10 +134,10 @@ def _copy(
             ahead = np.uint64(rows[number + _AHEAD])
             table = _table_of(ahead, first_rows)
             first = bases[table] + (ahead - first_rows[table]) * dim
-            place = np.uint64(0)
-            while place < dim:
-                prefetch(flat, first + place)
-                place += line
+            column = np.uint64(0)
+            while column < dim:
+                prefetch(flat, first + column)
+                column += line
         row = np.uint64(rows[number])
         table = _table_of(row, first_rows)
         if bases[table] == _NO_BASE:

@@ -197,16 +197,16 @@ def number_rows(
 def place_lookups(found: SortedLookups, num_rows: np.uint64, num_lookups: np.uint64) -> None:
     """Sort the lookups by row number, and set `ends` to where the lookups of each row end."""
     ends, is_scaled = found.ends, len(found.scales) > 0
-    place = np.uint32(0)
+    position = np.uint32(0)
     for row_number in range(num_rows):
         count = ends[row_number]
-        ends[row_number] = place
-        place += count
+        ends[row_number] = position
+        position += count
     for lookup in range(num_lookups):
         number = np.uint64(found.numbers[lookup])
-        place = ends[number]
-        found.sources_by_row[np.uint64(place)] = found.sources[lookup]
+        position = ends[number]
+        found.sources_by_row[np.uint64(position)] = found.sources[lookup]
         if is_scaled:
-            found.scales_by_row[np.uint64(place)] = found.scales[lookup]
-        ends[number] = place + np.uint32(1)
+            found.scales_by_row[np.uint64(position)] = found.scales[lookup]
+        ends[number] = position + np.uint32(1)
     found.sources_by_row[num_lookups : num_lookups + LOOKUPS_AHEAD] = 0

@@ -82,7 +82,7 @@ def prefetch_run(array: NDArray[Any], begin: np.uint64, count: np.uint64, line: 
         count: How many numbers.
         line: How many numbers a cache line holds.
     """
-    place = np.uint64(0)
-    while place < count:  # a range with a step that is no constant costs a division
-        prefetch(array, begin + place)
-        place += line
+    index = np.uint64(0)
+    while index < count:  # a range with a step that is no constant costs a division
+        prefetch(array, begin + index)
+        index += line

@@ -50,7 +50,7 @@ def _adding(num_columns: int) -> Any:
             sums: One-dimensional, contiguous, floating point, like all arrays here.
             to: Unsigned, like all numbers here.
             flat: The rows, in the dtype of `sums`; must not overlap it.
-            column: The first column, as its place in row 0.
+            column: The first column, as its position in row 0.
             stride: How far the rows of two ids that follow each other are apart.
             ids: Integers of any kind.
             factors: A factor for each id, in the dtype of `sums`; None for 1. Each product is
@@ -83,14 +83,14 @@ def _adding(num_columns: int) -> Any:
             total = cgutils.alloca_once_value(builder, vector_at(sums_at))  # becomes registers
             one = ir.Constant(ir.IntType(64), 1)
             with cgutils.for_range_slice(builder, arguments[7], arguments[8], one, inc=True) as (
-                place,
+                position,
                 _,
             ):
-                row = builder.load(pointer_to(5, place))
+                row = builder.load(pointer_to(5, position))
                 row = context.cast(builder, row, ids.dtype, types.uint64)
                 added = vector_at(builder.gep(row_0, [builder.mul(row, arguments[4])]))
                 if has_factors:
-                    factor = builder.load(pointer_to(6, place))
+                    factor = builder.load(pointer_to(6, position))
                     added = builder.fmul(_repeated(builder, factor, vector), added)
                 builder.store(builder.fadd(builder.load(total), added), total)
             sums_at = builder.bitcast(sums_at, vector.as_pointer())
@@ -105,9 +105,9 @@ def _adding(num_columns: int) -> Any:
 
 def _repeated(builder: Any, number: Any, vector: Any) -> Any:
     """A vector of one number."""
-    place = ir.IntType(32)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, place(0))
-    zeros = ir.Constant(ir.VectorType(place, vector.count), None)
+    index_type = ir.IntType(32)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, index_type(0))
+    zeros = ir.Constant(ir.VectorType(index_type, vector.count), None)
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
 
 
@@ -139,7 +139,7 @@ def add_bag(
         base: Where the table begins in it.
         size: E of the table.
         dim: D.
-        stride: D if ids are rows; 1 if they are the places in `flat` where rows begin.
+        stride: D if ids are rows; 1 if they are the positions in `flat` where rows begin.
         line: How many numbers a cache line holds.
         ids: Rows of the table.
         factors: A factor for each id, of the dtype of `sums`; None for 1.
@@ -152,11 +152,11 @@ def add_bag(
     """
     while first < end:
         until = min(first + _RUN, end)
-        for place in range(first, until):
-            if place + _AHEAD < last:
-                prefetch_run(flat, base + np.uint64(ids[place + _AHEAD]) * stride, dim, line)
-            if np.uint64(ids[place]) >= size:  # a negative id becomes a very large number
-                return np.int64(place)
+        for position in range(first, until):
+            if position + _AHEAD < last:
+                prefetch_run(flat, base + np.uint64(ids[position + _AHEAD]) * stride, dim, line)
+            if np.uint64(ids[position]) >= size:  # a negative id becomes a very large number
+                return np.int64(position)
         column = np.uint64(0)
         while column + _32 <= dim:
             _add_32(sums, to + column, flat, base + column, stride, ids, factors, first, until)
@@ -168,12 +168,12 @@ def add_bag(
             _add_8(sums, to + column, flat, base + column, stride, ids, factors, first, until)
             column += _8
         if column < dim:
-            for place in range(first, until):
-                source = base + np.uint64(ids[place]) * stride
+            for position in range(first, until):
+                source = base + np.uint64(ids[position]) * stride
                 for d in range(column, dim):
                     if factors is None:
                         sums[to + d] += flat[source + d]
                     else:
-                        sums[to + d] += factors[place] * flat[source + d]
+                        sums[to + d] += factors[position] * flat[source + d]
         first = until
     return np.int64(-1)
