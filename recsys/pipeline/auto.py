@@ -93,13 +93,13 @@ class Choice:
         """Record how long a step under `current` took."""
         if self.chosen is not None:
             return
-        place = self._auto.candidates.index(self.current)
+        index = self._auto.candidates.index(self.current)
         self._num_steps += 1
         step_of_turn = (self._num_steps - 1) % self._steps_of_turn
         if step_of_turn >= self._num_warm_up_steps:
             self._counted.append(seconds)
         if step_of_turn == self._steps_of_turn - 1:
-            self._turns[place].append(fmean(self._counted))
+            self._turns[index].append(fmean(self._counted))
             self._counted = []
             if len(self._turns[-1]) == self._auto.num_rounds:
                 self.chosen = self._choose()
@@ -134,7 +134,7 @@ class Choice:
         num_candidates = len(self._auto.candidates)
         num_turns = num_candidates * self._auto.num_rounds
         seconds = found["turn_seconds"]
-        self._turns = [seconds[place::num_candidates] for place in range(num_candidates)]
+        self._turns = [seconds[index::num_candidates] for index in range(num_candidates)]
         self._num_steps, self._counted = len(seconds) * self._steps_of_turn, []
         self.chosen = self._choose() if len(seconds) == num_turns else None
 

@@ -274,7 +274,7 @@ class HotColdLoader(ResumableLoader[_Position]):
         Returns:
             The number; None if that mini-batch is cold.
         """
-        before, after = (place.num_done[_HOT] for place in iterator.last_taken)
+        before, after = (position.num_done[_HOT] for position in iterator.last_taken)
         return before if after > before else None
 
     @property
@@ -332,39 +332,39 @@ class HotColdLoader(ResumableLoader[_Position]):
 
     def _read(self, position: _Position) -> Generator[tuple[Batch, _Position]]:
         orders = [self._order(kind) for kind in (_COLD, _HOT)]
-        place = position
-        while place.num_done != self._num_batches:
-            self._require_loss(place)
-            num_left = place.num_left if any(place.num_left) else self._new_turn(place)
+        current = position
+        while current.num_done != self._num_batches:
+            self._require_loss(current)
+            num_left = current.num_left if any(current.num_left) else self._new_turn(current)
             kinds = [kind for kind in (_COLD, _HOT) for _ in range(num_left[kind])]
-            parts = self._parts(orders, kinds, place)
+            parts = self._parts(orders, kinds, current)
             reader = read_ahead(self.source, parts, self.prefetch, pin_memory=self.pin_memory)
             with closing(reader) as batches:
                 for kind, batch in zip(kinds, batches, strict=True):
-                    num_done, num_left = list(place.num_done), list(num_left)
+                    num_done, num_left = list(current.num_done), list(num_left)
                     num_done[kind] += 1
                     num_left[kind] -= 1
                     is_over = num_done == self._num_batches
                     is_swap = not any(num_left) and not is_over
-                    place = _Position(num_done, num_left, is_swap and self.fae.is_adaptive)
-                    yield batch, place
+                    current = _Position(num_done, num_left, is_swap and self.fae.is_adaptive)
+                    yield batch, current
 
     def _end_epoch(self) -> _Position:
         self.epoch += 1
         return _Position([0, 0], [0, 0])
 
-    def _new_turn(self, place: _Position) -> list[int]:
+    def _new_turn(self, position: _Position) -> list[int]:
         """Numbers of cold and hot mini-batches in the next turn."""
         return [
             min(self.scheduler.share_of(num_batches), num_batches - num_done)
-            for num_batches, num_done in zip(self._num_batches, place.num_done, strict=True)
+            for num_batches, num_done in zip(self._num_batches, position.num_done, strict=True)
         ]
 
     def _parts(
-        self, orders: list[NDArray[np.int64]], kinds: list[int], place: _Position
+        self, orders: list[NDArray[np.int64]], kinds: list[int], position: _Position
     ) -> Iterator[NDArray[np.int64]]:
         """The samples of mini-batches of these kinds, beginning at a position."""
-        starts = [num * self.batch_size for num in place.num_done]
+        starts = [num * self.batch_size for num in position.num_done]
         for kind in kinds:
             yield orders[kind][starts[kind] : starts[kind] + self.batch_size]
             starts[kind] += self.batch_size
@@ -383,8 +383,8 @@ class HotColdLoader(ResumableLoader[_Position]):
             "is_hot": self._is_hot_digest,
         }
 
-    def _require_loss(self, place: _Position) -> None:
-        if place.wants_loss:
+    def _require_loss(self, position: _Position) -> None:
+        if position.wants_loss:
             raise RuntimeError(
                 "the loader's next turn waits for the loss after the last one; call observe(loss) "
                 "where wants_loss is set, or use FAE(is_adaptive=False)"

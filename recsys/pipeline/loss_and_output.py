@@ -61,11 +61,11 @@ def explain_loss(loss: float, batch: Any) -> str:
             continue
         bad = (~values.isfinite()).nonzero()
         if len(bad):
-            place = bad[0].tolist()
-            column = f", column {place[1]}" if len(place) > 1 else ""
+            index = bad[0].tolist()
+            column = f", column {index[1]}" if len(index) > 1 else ""
             return (
                 f"{found}; {name} of the mini-batch must be finite numbers, got "
-                f"{values[tuple(place)].item()} in sample {place[0]}{column}; replace the number, "
+                f"{values[tuple(index)].item()} in sample {index[0]}{column}; replace the number, "
                 "or leave the sample out"
             )
     return f"{found}; lower the learning rate, or find the sample that causes it"

@@ -225,7 +225,7 @@ def _map(change: Callable[..., Any], values: Sequence[Any]) -> Any:
     Numbers, strings and similar constants are returned unchanged.
 
     Args:
-        change: Maps the items at one place of all values to the item of the result.
+        change: Maps the items at one position of all values to the item of the result.
         values: Containers of the same structure.
     """
     first: Any = values[0]

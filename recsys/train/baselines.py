@@ -120,5 +120,5 @@ def _count_kernel(
 ) -> None:
     """Count the groups that have each item, among these groups."""
     for group in groups:
-        for place in range(ends[group - 1] if group else 0, ends[group]):
-            counts[items[place]] += 1
+        for position in range(ends[group - 1] if group else 0, ends[group]):
+            counts[items[position]] += 1

@@ -546,10 +546,10 @@ class RunCallbacks:
         try:
             return getattr(self._callbacks[name], method)(*arguments)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             raise CallbackFailed(
                 f"callback {name}: {method} raised {type(error).__name__}: {error} "
-                f"({Path(place.filename).name}, line {place.lineno}); correct it, or leave the "
+                f"({Path(frame.filename).name}, line {frame.lineno}); correct it, or leave the "
                 "callback out"
             ) from error
 

@@ -425,7 +425,7 @@ class _TableRows(nn.Module):
         """Gather and pool the rows of bags of these lengths, (B,); an empty bag gives zeros."""
         offsets = functional.pad(lengths.cumsum(0), (1, 0))
         table: Tensor = self.weight
-        if self.scale is not None:  # pool gathered rows by their places
+        if self.scale is not None:  # pool gathered rows by their positions
             table = self(ids)
             ids = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
         return functional.embedding_bag(ids, table, offsets, mode=pooling, include_last_offset=True)

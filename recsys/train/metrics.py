@@ -243,12 +243,12 @@ class Rankings:
             "num_unknown_items": self._num_unknown,
         }
 
-    def _mean(self, place: int) -> tuple[float | None, float | None]:
+    def _mean(self, index: int) -> tuple[float | None, float | None]:
         """The mean over the groups of their means, and its standard error."""
         if not self._found:
             return None, None
         _, numbers = np.unique([found[0] for found in self._found], return_inverse=True)
-        means = np.bincount(numbers, [found[place] for found in self._found]) / np.bincount(numbers)
+        means = np.bincount(numbers, [found[index] for found in self._found]) / np.bincount(numbers)
         num_groups = len(means)
         error = None if num_groups < 2 else float(np.std(means, ddof=1) / np.sqrt(num_groups))
         return float(np.mean(means)), error

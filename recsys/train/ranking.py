@@ -263,17 +263,17 @@ def _questions(
     before = listed[:0] if items.come_again else np.unique(listed)
     are_known = np.isin(rows, before)
     answers: dict[tuple[object, ...], list[int]] = {}
-    for place, features in enumerate(_known(store, items, samples)):
-        answers.setdefault((*features, bool(are_known[place])), []).append(place)
+    for position, features in enumerate(_known(store, items, samples)):
+        answers.setdefault((*features, bool(are_known[position])), []).append(position)
     return [
         Question(
             group,
-            int(samples[places[0]]),
-            rows[places],
-            left_out=before[:0] if are_known[places[0]] else before,
+            int(samples[positions[0]]),
+            rows[positions],
+            left_out=before[:0] if are_known[positions[0]] else before,
             known=listed,
         )
-        for places in answers.values()
+        for positions in answers.values()
     ]
 
 
@@ -294,9 +294,9 @@ def _known(store: Store, items: Items, samples: NDArray[np.int64]) -> Iterator[t
     values, offsets = features.values().numpy(), features.offsets().tolist()
     others = [number for number, key in enumerate(features.keys()) if key not in items.names]
     firsts = [number * len(samples) for number in others]
-    for place, dense in enumerate(batch.dense_features.numpy()):
+    for position, dense in enumerate(batch.dense_features.numpy()):
         bags = [
-            values[offsets[first + place] : offsets[first + place + 1]].tobytes()
+            values[offsets[first + position] : offsets[first + position + 1]].tobytes()
             for first in firsts
         ]
         yield (dense.tobytes(), *bags)

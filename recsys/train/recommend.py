@@ -8,7 +8,7 @@
 What is known of a user comes from the store: the features of the newest sample of its group, and
 its histories. The item of that sample is added to the histories that list it, as the next row of
 the group would have it; histories with a key `where`, and those that a column has, stay as they
-are. Newest is by time if the store has times, else by place in the store, where the test part is
+are. Newest is by time if the store has times, else by position in the store, where the test part is
 last.
 
 Users are scored some at a time, and items block by block, so memory is bounded. On the CPU, tables
@@ -161,11 +161,11 @@ class Recommender:
             of_users = [samples[group] for group in chosen.tolist()]
             scores, rows = self._best(of_users, k, with_seen=with_seen)
             is_item = np.isfinite(scores)
-            asker, place = np.nonzero(is_item)
+            asker, position = np.nonzero(is_item)
             arrays = [
                 self._group_values.take(pa.array(chosen[asker])),
                 self._item_values.take(pa.array(rows[is_item])),
-                pa.array(place + 1),
+                pa.array(position + 1),
                 pa.array(scores[is_item]),
             ]
             yield pa.Table.from_arrays(arrays, names)
@@ -181,7 +181,9 @@ class Recommender:
         found = pc.index_in(users, value_set=values).fill_null(-1)
         groups = found.to_numpy().astype(np.int32)
         samples = samples_by_group(self.store, range(self.store.num_samples), np.unique(groups))
-        lacking = [place for place, group in enumerate(groups.tolist()) if not len(samples[group])]
+        lacking = [
+            position for position, group in enumerate(groups.tolist()) if not len(samples[group])
+        ]
         if lacking:
             raise DatasetFormatError(
                 f"{self._schema.group} {users[lacking[0]].as_py()!r}: store {self.store.path} has "

@@ -172,5 +172,5 @@ def resumed_config(
     try:
         return TrainConfig(**tree)
     except ConfigError as error:
-        places = [stored, *filter(None, [file]), *settings]
-        raise ConfigError(f"{' with '.join(map(str, places))}: {error}") from None
+        locations = [stored, *filter(None, [file]), *settings]
+        raise ConfigError(f"{' with '.join(map(str, locations))}: {error}") from None

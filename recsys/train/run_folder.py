@@ -325,14 +325,14 @@ def write_json(file: Path, value: Any) -> None:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
 
 
-def _parse_object(text: str, place: str, remedy: str) -> dict[str, Any]:
+def _parse_object(text: str, location: str, remedy: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"{place} is damaged, it is not JSON ({error}); {remedy}") from error
+        raise ConfigError(f"{location} is damaged, it is not JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{place} is damaged, it is not a JSON object but {text[:200]!r}; {remedy}"
+            f"{location} is damaged, it is not a JSON object but {text[:200]!r}; {remedy}"
         )
     return value
 

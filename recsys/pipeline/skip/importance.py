@@ -258,12 +258,12 @@ def features_of(
         else:
             bounds[1:] += np.diff(offsets).reshape(-1, batch_size)[positions].sum(0)
     bounds = bounds.cumsum()
-    slots, places = np.empty(bounds[-1], np.uint32), bounds[:-1].copy()
+    slots, next_slots = np.empty(bounds[-1], np.uint32), bounds[:-1].copy()
     num_lookups, shift = 0, np.uint64(64 - bits)
     for positions, ids, offsets in inputs:
         numbers = np.arange(num_lookups + 1, num_lookups + len(positions) + 1, dtype=np.uint64)
         num_lookups += len(positions)
-        _write_slots(slots, places, mix64(numbers * GOLDEN), positions, ids, offsets, shift)
+        _write_slots(slots, next_slots, mix64(numbers * GOLDEN), positions, ids, offsets, shift)
     return SampleFeatures(slots, bounds, dense)
 
 
@@ -406,13 +406,13 @@ def _logit(
     first = second = third = fourth = zero
     begin, end = bounds[sample], bounds[sample + 1]
     whole = end - (end - begin) % 4
-    for place in range(begin, whole, 4):
-        first += of_slots[slots_V[place]]
-        second += of_slots[slots_V[place + 1]]
-        third += of_slots[slots_V[place + 2]]
-        fourth += of_slots[slots_V[place + 3]]
-    for place in range(whole, end):
-        first += of_slots[slots_V[place]]
+    for position in range(begin, whole, 4):
+        first += of_slots[slots_V[position]]
+        second += of_slots[slots_V[position + 1]]
+        third += of_slots[slots_V[position + 2]]
+        fourth += of_slots[slots_V[position + 3]]
+    for position in range(whole, end):
+        first += of_slots[slots_V[position]]
     num_dense = dense_BK.shape[1]
     of_numbers = zero
     for number in range(num_dense):
@@ -431,8 +431,8 @@ def _predict(
 ) -> None:
     for sample in range(len(found_B)):
         ahead = min(sample + _AHEAD, len(found_B) - 1)
-        for place in range(bounds[ahead], bounds[ahead + 1]):
-            prefetch(of_slots, slots_V[place])
+        for position in range(bounds[ahead], bounds[ahead + 1]):
+            prefetch(of_slots, slots_V[position])
         z = _logit(sample, of_slots, of_dense, slots_V, bounds, dense_BK)
         found_B[sample] = 1 / (1 + np.exp(-np.float64(z)))
 
@@ -458,9 +458,9 @@ def _learn(
     num_dense = dense_BK.shape[1]
     for sample in range(len(labels_B)):
         ahead = min(sample + _AHEAD, len(labels_B) - 1)
-        for place in range(bounds[ahead], bounds[ahead + 1]):
-            prefetch_to_write(of_slots, slots_V[place])
-            prefetch_to_write(sums_of_slots, slots_V[place])
+        for position in range(bounds[ahead], bounds[ahead + 1]):
+            prefetch_to_write(of_slots, slots_V[position])
+            prefetch_to_write(sums_of_slots, slots_V[position])
         z = _logit(sample, of_slots, of_dense, slots_V, bounds, dense_BK)
         predicted = np.float32(1 / (1 + np.exp(-np.float64(z))))
         gradient = weights_B[sample] * (predicted - labels_B[sample])

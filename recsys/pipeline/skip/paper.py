@@ -237,8 +237,8 @@ class PaperClassifier:
         if num_sampled and self._before:
             changes = self._changes()
             left = loader.hot_samples(last + 1)
-            places = draw_places(self.paper.seed, self._epoch, len(left), num_sampled)
-            batch = loader.source.read(left[places]).to(self._marks.groups[0].device)
+            positions = draw_places(self.paper.seed, self._epoch, len(left), num_sampled)
+            batch = loader.source.read(left[positions]).to(self._marks.groups[0].device)
             parts = self._tables.parts(batch, num_sampled, self._setting)
             samples = self._marks.rows_of_samples(parts, num_sampled, np.arange(num_sampled))
             levels = input_levels(samples, self._hot_rows, changes)

@@ -293,8 +293,8 @@ class Contents:
             of_rows = FusedOptimizer.__name__
             described = [entry for entry in described if not entry[0].startswith(of_rows)]
             states = [entry for entry in states if not entry[0].startswith(of_rows)]
-        own |= {f"optimizer {place}": kind for place, (kind, _) in enumerate(described)}
-        found |= {f"optimizer {place}": kind for place, (kind, _) in enumerate(states)}
+        own |= {f"optimizer {index}": kind for index, (kind, _) in enumerate(described)}
+        found |= {f"optimizer {index}": kind for index, (kind, _) in enumerate(states)}
         for key in sorted(own | found):
             if own.get(key) != found.get(key):
                 raise CheckpointError(
@@ -423,7 +423,7 @@ def _plain(value: Any, name: str, left_out: Container[int] = ()) -> Any:
         # Such as the milestones of `MultiStepLR`.
         return Counter(kept) if isinstance(value, Counter) else kept
     if isinstance(value, list | tuple):
-        items = [_plain(item, f"{name}/{place}", left_out) for place, item in enumerate(value)]
+        items = [_plain(item, f"{name}/{index}", left_out) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if value is None or isinstance(value, bool | float):
         return value

@@ -460,11 +460,11 @@ def _blocks(
     """
     block: list[_Part] = []
     num_bytes = 0
-    for place, table in enumerate(tables):
+    for index, table in enumerate(tables):
         saved = described[table.key]
         row_bytes = 8 + sum(array.row_bytes for array in saved.arrays.values())
         for rows in _rows(
-            saved.end - saved.begin, row_bytes, None if bits is None else bits[place]
+            saved.end - saved.begin, row_bytes, None if bits is None else bits[index]
         ):
             if block and (block[-1][0] is table or num_bytes + len(rows) * row_bytes > BLOCK_BYTES):
                 yield block
