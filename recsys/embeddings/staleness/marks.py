@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from recsys._support.jit import kernel
 from recsys.embeddings.kernels.cpu.row_map import LEFT_OUT
 from recsys.embeddings.rows.bags import Lookups
 from recsys.errors import MalformedBags
@@ -37,6 +38,7 @@ __all__ = ["LookedUp", "RowMarks", "UpdateWatch", "host_input", "marks_bytes"]
 
 _STALE, _MOST_COUNTED = np.uint16(2**15), np.uint16(2**15 - 1)
 _LINE = 64  # rows
+_NO_OFFSETS = np.empty(0, np.int64)  # bag i is id i
 
 
 class LookedUp(NamedTuple):
@@ -45,13 +47,11 @@ class LookedUp(NamedTuple):
     Attributes:
         rows: Their rows, (V,) int64; -1 for an id that is no row.
         bags: Their bags, counted over the lookups: l * B + b, (V,) int64.
-        ids: The ids, (V,).
         places: Where each stands in the input, (V,) int64.
     """
 
     rows: NDArray[np.int64]
     bags: NDArray[np.int64]
-    ids: NDArray[np.integer]
     places: NDArray[np.int64]
 
 
@@ -169,9 +169,7 @@ class RowMarks:
     ) -> list[NDArray[np.int64]]:
         """The rows that each of some samples, (S,) ascending, looks up; see `all_stale`."""
         samples, rows = self._pairs(parts, batch_size)
-        is_chosen = np.zeros(batch_size, np.bool_)
-        is_chosen[chosen] = True
-        kept = np.flatnonzero(is_chosen[samples])
+        kept = np.flatnonzero(np.isin(samples, chosen))
         kept = kept[np.argsort(samples[kept], kind="stable")]
         return np.split(rows[kept], np.searchsorted(samples[kept], chosen[1:]))
 
@@ -199,26 +197,52 @@ class RowMarks:
         offsets: NDArray[np.integer] | None,
         batch_size: int,
     ) -> LookedUp:
-        tables, positions, _ = lookups.arrays
-        indices = (positions[:, None] * batch_size + np.arange(batch_size)).reshape(-1)
-        bags = np.arange(len(indices))
-        if offsets is not None:
-            begins = offsets[indices].astype(np.int64)
-            lengths = offsets[indices + 1] - begins
-            bags = bags.repeat(lengths)
-            indices = np.arange(len(bags)) + (begins - lengths.cumsum() + lengths).repeat(lengths)
-        ids = ids[indices]
-        first_table = self.first_tables.get(group)
-        if first_table is None:
-            rows = np.full(len(ids), -1)
-        else:
-            tables = (tables + first_table).repeat(batch_size)[bags]
-            rows = ids + self.first_rows[tables]
-            rows[(ids < 0) | (rows >= self.first_rows[tables + 1])] = -1
-        is_used = ids != LEFT_OUT
-        if not is_used.all():
-            rows, bags, ids, indices = rows[is_used], bags[is_used], ids[is_used], indices[is_used]
-        return LookedUp(rows, bags, ids, indices)
+        first_table = self.first_tables.get(group, -1)
+        offsets = _NO_OFFSETS if offsets is None else offsets
+        return LookedUp(
+            *_look_up_kernel(ids, offsets, lookups.arrays, self.first_rows, first_table, batch_size)
+        )
+
+
+@kernel
+def _look_up_kernel(
+    ids: NDArray[np.integer],
+    offsets: NDArray[np.integer],
+    lookups_3L: NDArray[np.int64],
+    first_rows: NDArray[np.int64],
+    first_table: int,
+    batch_size: int,
+) -> NDArray[np.int64]:
+    """The fields of `LookedUp`, (3, V).
+
+    Args:
+        ids: The ids of the input.
+        offsets: Where bags begin and end; empty if bag i is id i.
+        lookups_3L: The tables of the lookups, and their positions in the input.
+        first_rows: Where the rows of each table begin.
+        first_table: The number of the first table; negative if none of the ids is a row.
+        batch_size: B.
+    """
+    num = 0
+    for position in lookups_3L[1]:
+        num += (
+            offsets[(position + 1) * batch_size] - offsets[position * batch_size]
+            if len(offsets)
+            else batch_size
+        )
+    found, num = np.empty((3, num), np.int64), 0
+    for lookup in range(lookups_3L.shape[1]):
+        table = lookups_3L[0, lookup] + first_table
+        for sample in range(batch_size):
+            bag = lookups_3L[1, lookup] * batch_size + sample
+            begin, stop = (offsets[bag], offsets[bag + 1]) if len(offsets) else (bag, bag + 1)
+            for index in range(begin, stop):
+                if ids[index] != LEFT_OUT:
+                    row = ids[index] + first_rows[table]
+                    is_row = min(first_table, ids[index]) >= 0 and row < first_rows[table + 1]
+                    found[:, num] = row if is_row else -1, lookup * batch_size + sample, index
+                    num += 1
+    return found[:, :num]
 
 
 def host_input(bags: Bags) -> tuple[NDArray[np.integer], NDArray[np.integer] | None]:
@@ -324,7 +348,8 @@ def _keep_lookups(entry: Entry, found: LookedUp, is_kept: NDArray[np.bool_]) -> 
         divisors = divisors.to(device, entry.gradient.dtype)
         weights = (torch.ones_like(divisors) if weights is None else weights) / divisors
     # Kernels of a device read how long bags are, too.
-    parts = [found.ids[is_kept], np.zeros(1, np.int64), lengths.cumsum(), lengths]
+    ids = call.kept.cpu().numpy()[found.places[is_kept]]
+    parts = [ids, np.zeros(1, np.int64), lengths.cumsum(), lengths]
     changed = call._replace(
         lookups=_in_order(call.lookups),
         kept=torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device),
