@@ -130,6 +130,16 @@ def test_the_figures_are_those_of_the_accelerated_model(
     assert told.host_bytes == told.fast_bytes + cold_bytes + told.dense_bytes
 
 
+def test_bfloat16_rows_and_their_state_in_float32_stay_in_the_budget():
+    settings = {"optimizer": Adagrad(lr=0.1), "budget": "9KiB", "dtype": torch.bfloat16}
+    bag = HotColdEmbeddingBag(400, 8, mode="sum", **settings)
+
+    with pytest.warns(UserWarning, match="cold memory"):
+        bag(torch.arange(300).reshape(-1, 1)).sum().backward()
+
+    assert 0 < fast_memory_of(bag) <= 9 * 1024
+
+
 def test_pinned_rows_are_those_that_get_slots():
     profile = PopularityProfile({name: size for name, (size, _) in SIZES.items()})
     ids = [torch.arange(90) % 30, torch.arange(20), torch.arange(5)]

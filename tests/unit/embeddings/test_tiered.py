@@ -127,6 +127,15 @@ class TestRaces:
             gradients.append(weights.grad)
         assert torch.equal(*gradients)
 
+    def test_a_gradient_of_weights_reads_rows_in_slots(self):
+        both, gradients = pair(), []
+        train(both, 0, 1, 2, 3)
+        for tables in both:
+            weights = torch.ones(4, requires_grad=True)
+            tables(tables.bags(torch.arange(4), None, weights)).square().sum().backward()
+            gradients.append(weights.grad)
+        assert torch.equal(*gradients)
+
     def test_the_slot_of_a_dropped_claim_is_not_taken_before_its_row_has_arrived(self):
         both = pair(num_slots=1)
         train(both, 9)

@@ -54,9 +54,10 @@ def keys_of(seed, step, num_tables=1):
 
 
 def drawn(seed):
-    """Any float32s, then ordinary ones, then small and large ones."""
+    """Any float32s, a tenth of them halfway between two stored numbers, and ordinary ones."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31, (2000,), generator=generator).int()
+    bits[:200] = (bits[:200] & -(2**16)) | 2**15
     ordinary = torch.randn(500, generator=generator)
     return torch.cat([bits.view(torch.float32), ordinary, ordinary * 1e-6, 65504 + 20 * ordinary])
 
