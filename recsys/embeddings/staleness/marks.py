@@ -38,7 +38,7 @@ __all__ = ["LookedUp", "RowMarks", "UpdateWatch", "host_input", "marks_bytes"]
 
 _STALE, _MOST_COUNTED = np.uint16(2**15), np.uint16(2**15 - 1)
 _LINE = 64  # rows
-_NO_OFFSETS = np.empty(0, np.int64)  # bag i is id i
+_NO_OFFSETS = np.empty(0, np.int32)  # bag i is id i
 
 
 class LookedUp(NamedTuple):
@@ -141,7 +141,7 @@ class RowMarks:
             MalformedBags: its offsets do not ascend; only on a device, which has not raised it yet.
         """
         kept = call.kept.cpu().numpy()
-        ids, offsets = kept[: call.num_ids], None
+        ids, offsets = kept[: call.num_ids], _NO_OFFSETS
         if call.num_bounds:
             offsets = kept[call.num_ids : call.num_ids + call.num_bounds + 1]
             _require_ascending(offsets, call.num_ids)
@@ -194,11 +194,10 @@ class RowMarks:
         group: TableGroup,
         lookups: Lookups,
         ids: NDArray[np.integer],
-        offsets: NDArray[np.integer] | None,
+        offsets: NDArray[np.integer],
         batch_size: int,
     ) -> LookedUp:
         first_table = self.first_tables.get(group, -1)
-        offsets = _NO_OFFSETS if offsets is None else offsets
         return LookedUp(
             *_look_up_kernel(ids, offsets, lookups.arrays, self.first_rows, first_table, batch_size)
         )
@@ -245,8 +244,8 @@ def _look_up_kernel(
     return found[:, :num]
 
 
-def host_input(bags: Bags) -> tuple[NDArray[np.integer], NDArray[np.integer] | None]:
-    """The ids of an input on the host, and where bags begin; None if bag i is id i.
+def host_input(bags: Bags) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """The ids of an input on the host, and where bags begin; empty if bag i is id i.
 
     Raises:
         MalformedBags: offsets do not ascend from 0 to the number of ids.
@@ -259,7 +258,7 @@ def host_input(bags: Bags) -> tuple[NDArray[np.integer], NDArray[np.integer] | N
         _require_ascending(offsets, len(ids))
         return ids, offsets
     if len(ids) == bags.num_bags:
-        return ids, None
+        return ids, _NO_OFFSETS
     return ids, np.arange(bags.num_bags + 1) * (len(ids) // bags.num_bags)
 
 

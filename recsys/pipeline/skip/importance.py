@@ -75,7 +75,6 @@ _NUM_HALVINGS = 24
 _BLOCK = 64  # samples whose slots are written together, so that they stay in the cache
 _AHEAD = 4  # samples from one whose slots are fetched into the cache to the one that is learned
 _LARGEST = np.float32(16)
-_NO_OFFSETS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class ImportanceChoice:
@@ -252,11 +251,11 @@ def features_of(
     bounds, inputs = np.zeros(batch_size + 1, np.int64), []
     for (_, lookups), bags in parts:
         positions, (ids, offsets) = lookups.arrays[1], host_input(bags)
-        inputs.append((positions, ids, _NO_OFFSETS if offsets is None else offsets))
-        if offsets is None:
-            bounds[1:] += len(positions)
-        else:
+        inputs.append((positions, ids, offsets))
+        if len(offsets):
             bounds[1:] += np.diff(offsets).reshape(-1, batch_size)[positions].sum(0)
+        else:
+            bounds[1:] += len(positions)
     bounds = bounds.cumsum()
     slots, next_slots = np.empty(bounds[-1], np.uint32), bounds[:-1].copy()
     num_lookups, shift = 0, np.uint64(64 - bits)
