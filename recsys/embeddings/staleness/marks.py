@@ -98,8 +98,7 @@ class RowMarks:
 
     def are_stale(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows are stale, (M,); -1 is not."""
-        found: NDArray[np.bool_] = (rows >= 0) & (self._of_row[rows] >= _STALE)
-        return found
+        return np.logical_and(rows >= 0, self._of_row[rows] >= _STALE)
 
     def by_table(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """The rows of each table, counted within it, by its name; `rows` ascend."""
@@ -109,16 +108,11 @@ class RowMarks:
 
     def count(self, rows: NDArray[np.int64]) -> None:
         """Add one to the count of each distinct row, up to 32,767; -1 is no row."""
-        rows = rows[rows >= 0]
-        marks = self._of_row[rows]
-        # A row that is there several times gets the same number each time.
-        self._of_row[rows] = marks + (marks & _MOST_COUNTED < _MOST_COUNTED)
-        self._is_counted[rows // _LINE] = True
+        _count_kernel(rows, self._of_row, self._is_counted)
 
     def counts_of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
         """The counts of rows, (M,)."""
-        found: NDArray[np.uint16] = self._of_row[rows] & _MOST_COUNTED
-        return found
+        return np.bitwise_and(self._of_row[rows], _MOST_COUNTED)
 
     def counted(self, least: int = 1) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
         """The rows with at least this count, (M,) ascending, and their counts, (M,)."""
@@ -201,6 +195,18 @@ class RowMarks:
         return LookedUp(
             *_look_up_kernel(ids, offsets, lookups.arrays, self.first_rows, first_table, batch_size)
         )
+
+
+@kernel
+def _count_kernel(
+    rows: NDArray[np.int64], marks: NDArray[np.uint16], is_counted: NDArray[np.bool_]
+) -> None:
+    """See `RowMarks.count`."""
+    before = marks[rows]  # so that a row that is there several times gets the same number each time
+    for index, row in enumerate(rows):
+        if row >= 0:
+            marks[row] = before[index] + (before[index] & _MOST_COUNTED < _MOST_COUNTED)
+            is_counted[row // _LINE] = True
 
 
 @kernel

@@ -240,5 +240,4 @@ def _measures(sums: list[float]) -> dict[str, tuple[float, float]]:
 
 def _to_numpy(values: Tensor) -> NDArray[np.float64]:
     """The values of a tensor (B,) or (B, 1) in float64 on the CPU."""
-    found: NDArray[np.float64] = values.detach().reshape(-1).double().cpu().numpy()
-    return found
+    return values.detach().reshape(-1).double().cpu().numpy()
