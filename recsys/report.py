@@ -217,7 +217,7 @@ def _tiers(tiers: Mapping[str, Any] | None, budget: str) -> dict[str, str]:
         f"{tiers['num_slots']:,} of {tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
         "hits": f"{tiers['lookup_hit_rate']:.1%} of lookups, {tiers['unique_hit_rate']:.1%} of "
         "distinct rows"
-        f"{f'; {cold:.1%} of rows used in cold memory' if cold else ''}",
+        f"{f'; {cold:.1%} of rows used in the cold tier' if cold else ''}",
         "moved": f"{format_bytes(tiers['fetched_bytes'])} fetched, "
         f"{format_bytes(tiers['written_back_bytes'])} written back; "
         f"{tiers['exposed_fetch_seconds']:.1f} s of waiting",

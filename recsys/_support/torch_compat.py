@@ -7,8 +7,8 @@ If torch has a function, the name here is that function itself, so calls in ever
 overhead. Two kinds of private names stay in the modules that use them. One is attributes that
 subclasses commonly use: `nn.Module._parameters`, `_modules`, `_buffers`, `_forward_hooks`,
 `_apply`, and `Optimizer._optimizer_step_pre_hooks`. The other is the attributes that
-`torch.distributed.optim._apply_optimizer_in_backward` sets, which `in_backward` of
-`recsys.embeddings` reads if that module has been imported.
+`torch.distributed.optim._apply_optimizer_in_backward` sets, which
+`recsys.embeddings.update.apply_in_backward` reads if that module has been imported.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def accelerate(
             the rule of SparseAdam, which keeps a row and its moments if it is not looked up. A
             warning describes the difference.
         budget: Fast memory in bytes or as "2GiB", for rows, their state and row maps. Rows that do
-            not fit stay in the tables, the cold store. Results are the same to the last bit. A
+            not fit stay in the tables, the cold tier. Results are the same to the last bit. A
             budget needs an optimizer. None takes the budget of `plan`, or keeps all rows in fast
             memory. Tables on a device, and their state, move to the host's memory permanently, and
             rows in fast memory are on the device; `model.to(device)` moves neither. Arrays on the
@@ -239,10 +239,10 @@ def accelerate(
             if budgeted is not None:
                 _begin_tiers(made[0], formulas[0], *budgeted, cold_path)
         except BaseException:
-            for weight, before in rows.items():
-                weight.data = before
             for attachment in made:
                 attachment.release()
+            for weight, before in rows.items():  # a table with slots refuses other memory
+                weight.data = before
             _exchange(model, {new: old for old, new in counterparts.items()})
             raise
     for updater in updaters:

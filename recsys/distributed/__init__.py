@@ -11,7 +11,7 @@
     train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch
 
 TorchRec moves ids and vectors between ranks. Each rank holds the rows that the plan gives
-it, in slots and a cold store of its own, and updates them at the end of backward.
+it, in slots and a cold tier of its own, and updates them at the end of backward.
 """
 
 try:

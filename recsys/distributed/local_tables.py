@@ -221,7 +221,7 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The rows as ShardedTensors or DTensors; views of the cold store, not copies."""
+        """The rows as ShardedTensors or DTensors; views of the cold tier, not copies."""
         self.flush()
         found: dict[str, Any] = get_state_dict(
             self.tables, self.split_embedding_weights(), self._group, destination, prefix
@@ -233,12 +233,12 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         yield from self._weights.items()
 
     def flush(self) -> None:
-        """Write updated rows and state back to the cold store, before it is read."""
+        """Write updated rows and state back to the cold tier, before it is read."""
         if self.collection is not None:
             self.collection.sync()
 
     def purge(self) -> None:
-        """Let the next lookup fetch rows again, because the cold store is written to."""
+        """Let the next lookup fetch rows again, because the cold tier is written to."""
         for fetcher in self.fetchers():
             fetcher.empty_slots(is_written_back=True)
 

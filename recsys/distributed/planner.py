@@ -60,8 +60,8 @@ def fast_bytes(plan: HotPlan, table: str) -> int:
 class HotPlanStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]  # untyped
     """TorchRec's estimate of storage, with rows in two tiers.
 
-    On CUDA the slots take device memory, and the cold store of `cold_tier="host"` takes host
-    memory. On the CPU both take host memory. A cold store in files takes neither.
+    On CUDA the slots take device memory, and the cold tier of `cold_tier="host"` takes host
+    memory. On the CPU both take host memory. A cold tier in files takes neither.
 
     Args:
         plan: Has the tables of which rows are in two tiers; the estimate of others is TorchRec's.

@@ -28,7 +28,7 @@ __all__ = ["RowStateOptimizer", "make_state"]
 class RowStateOptimizer(EmbeddingFusedOptimizer):  # type: ignore[misc]  # TorchRec has no types
     """TorchRec's optimizer of a kernel's tables, for all tables of a rank.
 
-    Its sharded tensors are made once, and are views of the state in the cold store. So reading
+    Its sharded tensors are made once, and are views of the state in the cold tier. So reading
     `state` first writes the newer state of rows in slots back, and after loading, rows are fetched
     again.
 
@@ -44,7 +44,7 @@ class RowStateOptimizer(EmbeddingFusedOptimizer):  # type: ignore[misc]  # Torch
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """The state of each table; the cold store then has the newest values."""
+        """The state of each table; the cold tier then has the newest values."""
         if self._has_dtensors:  # writes to them are not noticed
             self._emb_module.purge()
         else:

@@ -91,7 +91,7 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         return self.local_tables.fetchers()
 
     def sync(self) -> None:
-        """Write this rank's updated rows and state to the cold store.
+        """Write this rank's updated rows and state to the cold tier.
 
         Raises:
             TiersFailed: a transfer has failed.

@@ -9,7 +9,7 @@
     staleness/     which rows have stopped changing although they are trained
     lookup/        ids become pooled vectors, and gradients become ledger entries
     update/        rows are updated by a ledger and the settings of an optimizer
-    tiers/         which row is in which slot; rows move between slots and the cold store
+    tiers/         which row is in which slot; rows move between slots and the cold tier
     rows/          tables, bags, the ledger: the data that all kernels share
     kernels/       the work on rows: by numba (cpu) and by Triton
 

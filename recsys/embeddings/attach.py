@@ -84,8 +84,8 @@ class Attachment:
             table.weight: numbers[table.weight] for table in tables if table.weight in numbers
         }
         found = group_tables(tables, numbers)
-        places = {table.weight: place for table, place in zip(tables, found, strict=True)}
-        self.groups = list(dict.fromkeys(place.group for place in found))
+        members = {table.weight: member for table, member in zip(tables, found, strict=True)}
+        self.groups = list(dict.fromkeys(member.group for member in found))
         if isinstance(optimizer, torch.optim.Optimizer):
             assert rule is not None
             self.updates = [
@@ -99,7 +99,7 @@ class Attachment:
             self.updates = self.row_optimizer.updates
         nodes = Nodes(self.row_optimizer)
         for module in modules:
-            own = [places[table.weight] for table in module.tables() if table.weight in places]
+            own = [members[table.weight] for table in module.tables() if table.weight in members]
             if own:
                 module.attach(own, nodes)
                 module.attachment = self
@@ -230,9 +230,8 @@ class Attachment:
     def _give_back(self, modules: Sequence[TableModule]) -> None:
         given = {table.weight for module in modules for table in module.tables()}
         for group in self.groups:
-            write_back(group)
             for number, table in enumerate(group.tables):
-                if table in given and number not in group.released:
+                if table in given:
                     unbind_table(group, number)
         for module in modules:
             module.detach()

@@ -41,7 +41,7 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
         _weight: The rows, (E, D), used without a copy; None draws them from N(0, 1).
         include_last_offset: Whether the last number of `offsets` is the end of the last bag.
         padding_idx: A row that is left out of pooling and gets no gradient.
-        device: Device of the rows; with an optimizer the CPU.
+        device: Device of the rows; with an optimizer the CPU or CUDA.
         dtype: Type of the rows; with an optimizer float32, float64 or bfloat16. Rows of bfloat16
             are pooled and updated in float32.
         optimizer: The update rule of the rows; None leaves gradients to a torch optimizer.
@@ -56,7 +56,7 @@ class HotColdEmbeddingBag(OneTable, nn.EmbeddingBag):
         rounding_seed: Seed of that rounding. The same seed gives the same bits, because the
             random numbers depend only on seed, step and position of the row.
         budget: Fast memory in bytes or as "256MiB", for rows, their state and row maps. Rows that
-            do not fit stay in `weight`, the cold store. Results are the same to the last bit. A
+            do not fit stay in `weight`, the cold tier. Results are the same to the last bit. A
             budget needs an optimizer. Write to rows only through `weight`: a write through a tensor
             kept from before may raise `ConflictingWrite`, and a write through a kept numpy array is
             not seen. None takes the budget of `plan`, or keeps all rows in fast memory.

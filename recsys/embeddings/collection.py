@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.rows.bags import Bags
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.tables_module import Place
+    from recsys.embeddings.tables_module import Member
 
 __all__ = ["HotColdEmbeddingBagCollection", "HotColdEmbeddingCollection", "JaggedEmbeddings"]
 
@@ -135,14 +135,14 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
         settings and state once, and removes its hooks; see `HotColdEmbeddingBag.from_torch`.
 
         Args:
-            collection: TorchRec's, on the CPU, not sharded. It remains usable and shares its rows.
+            collection: TorchRec's, not sharded. It remains usable and shares its rows.
             optimizer: The update rule of the rows. None takes the optimizer that
                 `apply_optimizer_in_backward` gave the tables; without one, dense gradients are left
                 to torch.
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are not float32 or bfloat16 on the CPU, or a recsys optimizer already
+            ValueError: rows are not float32 or bfloat16, or a recsys optimizer already
                 updates them; or `apply_optimizer_in_backward` gave the tables optimizers that
                 differ or cannot be translated, or one in addition to `optimizer`.
         """
@@ -235,7 +235,7 @@ class HotColdEmbeddingBagCollection(TableModule, AbstractEmbeddingBags):
         *columns, self._width = accumulate(self._output_dims, initial=0)
         members: dict[tuple[Any, bool], list[tuple[int, int, int]]] = {}
         for (table, _), position, column in zip(self._lookups, positions, columns, strict=True):
-            group, number = self._places[table]
+            group, number = self._members[table]
             kind = group, pooling_of(self._tables[table]) == "mean"
             members.setdefault(kind, []).append((number, position, column))
         self._parts = [
@@ -395,11 +395,11 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
             for name, holder in held.items()
         ]
 
-    def attach(self, places: Sequence[Place], nodes: Nodes) -> None:
+    def attach(self, members: Sequence[Member], nodes: Nodes) -> None:
         """Pass gradients to an optimizer of recsys; see `TableModule.attach`."""
-        super().attach(places, nodes)
-        for number, place in enumerate(places):
-            self._embedding(number).attach([place], nodes)
+        super().attach(members, nodes)
+        for number, member in enumerate(members):
+            self._embedding(number).attach([member], nodes)
 
     def detach(self) -> None:
         """Leave gradients to torch; see `TableModule.detach`."""
@@ -431,7 +431,7 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
             try:
                 rows = self._embedding(table)(ids)
             except IdOutOfRange:
-                if self._places[table].group.is_on_device:
+                if self._members[table].group.is_on_device:
                     raise  # of an earlier lookup
                 raise self._id_error(features, table, feature) from None
             rows = rows.float() if rows.dtype is torch.bfloat16 else rows
@@ -499,7 +499,7 @@ class HotColdEmbeddingCollection(TableModule, AbstractCollection):
 
     def _id_error(self, features: Features, table: int, feature: str) -> Exception:
         """An error that names the feature and the sample."""
-        group, number = self._places[table]
+        group, number = self._members[table]
         bags = read_features(features, is_weighted=False, dtype=group.dtype, device=self.device)
         position, values = features.keys().index(feature), features.values()
         begin = int(features.offsets()[position * features.stride()])

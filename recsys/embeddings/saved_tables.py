@@ -11,7 +11,6 @@ Letters: E rows of a table, M rows.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from recsys.embeddings.update.changed_rows import ChangedRows
 from recsys.errors import ConfigError, WeightsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor, nn
@@ -313,17 +312,10 @@ class SavedTables:
         for table, of_table in zip(self.tables, bits, strict=True):
             self._records[table.update].put_back(table.number, of_table)
 
-    def mark_all(self) -> None:
-        """Mark every row of every table as changed, because a call of `take_changed` was ended."""
-        for table in self.tables:
-            self._records[table.update].mark_table(table.number)
+    def begin_restoring(self) -> None:
+        """Called before rows and state are overwritten.
 
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """A context in which rows and state are overwritten.
-
-        Drops gradients that no update has used, and all rows in slots. After an error in the
-        context, tables may have rows of both kinds.
+        Drops gradients that no update has used, and all rows in slots.
 
         Raises:
             ColdTierError: rows are in files, and this process was forked from the one with them.
@@ -336,4 +328,3 @@ class SavedTables:
             drop_grads(group)
             if group.fetcher is not None:
                 group.fetcher.empty_slots(is_written_back=False)
-        yield

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from recsys.embeddings.update.update_rows import TableUpdate
 
 __all__ = [
+    "Member",
     "OneTable",
-    "Place",
     "Table",
     "TableModule",
     "TableSettings",
@@ -87,7 +87,7 @@ class Table(NamedTuple):
         return cast("nn.Parameter", self.holder.weight)
 
 
-class Place(NamedTuple):
+class Member(NamedTuple):
     """A table's group, and its number there."""
 
     group: TableGroup
@@ -227,7 +227,7 @@ def group_tables(
     numbers: Mapping[nn.Parameter, int] | None = None,
     *,
     are_bound: bool = True,
-) -> list[Place]:
+) -> list[Member]:
     """Group tables by dim, dtype and param group.
 
     Args:
@@ -236,10 +236,11 @@ def group_tables(
         are_bound: Whether a recsys optimizer updates them, so that their `grad` is the ledger's.
 
     Returns:
-        The place of each table.
+        The group of each table, and its number there.
 
     Raises:
-        ValueError: a table is not float32, float64 or bfloat16 on the CPU, or not contiguous; or
+        ValueError: a table is not float32, float64 or bfloat16 on the CPU or CUDA, or not
+            contiguous; or
             another recsys optimizer updates it.
     """
     kinds: dict[tuple[Any, ...], dict[nn.Parameter, str]] = {}
@@ -248,16 +249,16 @@ def group_tables(
             require_no_optimizer(table.name, table.weight)
         kind = *_kind_of(table.weight), (numbers or {}).get(table.weight, 0)
         kinds.setdefault(kind, {}).setdefault(table.weight, table.name)
-    places: dict[nn.Parameter, Place] = {}
-    for members in kinds.values():
-        group = _make_group(list(members.values()), list(members))
-        places |= {table: Place(group, number) for number, table in enumerate(members)}
+    members: dict[nn.Parameter, Member] = {}
+    for names in kinds.values():
+        group = _make_group(list(names.values()), list(names))
+        members |= {table: Member(group, number) for number, table in enumerate(names)}
     sparse: dict[nn.Parameter, bool] = {}  # the sum of a sparse and a dense gradient is dense
     for table in tables:
         sparse[table.weight] = sparse.get(table.weight, True) and table.is_sparse
-    for weight, place in places.items() if are_bound else ():
-        bind_table(*place, is_sparse=sparse[weight])
-    return [places[table.weight] for table in tables]
+    for weight, member in members.items() if are_bound else ():
+        bind_table(*member, is_sparse=sparse[weight])
+    return [members[table.weight] for table in tables]
 
 
 def _kind_of(table: nn.Parameter) -> tuple[int, torch.dtype, torch.device]:
@@ -296,7 +297,7 @@ class TableModule(nn.Module):
     attachment: Any = None  # an `Attachment`; imports point down
     # Of tables on "meta", until they have memory.
     _pending: tuple[TableSettings, ColdFiles | None] | None = None
-    _places: Sequence[Place] = ()
+    _members: Sequence[Member] = ()
     _parts: Sequence[Part] = ()  # what is looked up
     _nodes: Nodes | None = None
     _known: Sequence[nn.Parameter] = ()
@@ -333,29 +334,31 @@ class TableModule(nn.Module):
         """
         return claim_together(self.lookups(*arguments)) if self._try_begin() else []
 
-    def attach(self, places: Sequence[Place], nodes: Nodes) -> None:
+    def attach(self, members: Sequence[Member], nodes: Nodes) -> None:
         """Pass gradients to an optimizer of recsys instead of torch.
 
         Args:
-            places: Of its tables.
+            members: Of its tables.
             nodes: Shared by all modules with tables of the same optimizer.
         """
-        self._places, self._nodes = places, nodes
+        self._members, self._nodes = members, nodes
         self._lay_out()
 
     def detach(self) -> None:
         """Leave gradients to torch, as the replaced module does."""
-        self._places, self._parts, self._known, self._nodes = (), (), (), None
+        self._members, self._parts, self._known, self._nodes = (), (), (), None
 
     def groups(self) -> list[TableGroup]:
         """The groups of its tables, each once."""
         self._try_begin()
-        return list(dict.fromkeys(place.group for place in self._places))
+        return list(dict.fromkeys(member.group for member in self._members))
 
     @property
     def device(self) -> torch.device:
         """Device of ids and results."""
-        return self._places[0].group.device if self._try_begin() else self.tables()[0].weight.device
+        return (
+            self._members[0].group.device if self._try_begin() else self.tables()[0].weight.device
+        )
 
     def updates(self) -> Sequence[TableUpdate]:
         """What updates its rows, and those of other modules with the same optimizer."""
@@ -375,9 +378,9 @@ class TableModule(nn.Module):
         fetchers = [group.fetcher for group in groups if group.fetcher is not None]
         return HitRates.of(fetchers) if fetchers else None
 
-    def places(self) -> list[Place]:
-        """The places of its tables; none if gradients are left to torch."""
-        return list(self._places) if self._try_begin() else []
+    def members(self) -> list[Member]:
+        """The group and number of each table; none if gradients are left to torch."""
+        return list(self._members) if self._try_begin() else []
 
     def sync(self) -> None:
         """Write the newest rows and state to the tables; `state_dict` does, too.
@@ -404,7 +407,7 @@ class TableModule(nn.Module):
         """For copies and pickles: plain tables with all rows, without an optimizer of recsys."""
         if self.attachment is not None:
             self.attachment.warn_of_copy()
-        state = {"_places": (), "_parts": (), "_nodes": None, "row_optimizer": None}
+        state = {"_members": (), "_parts": (), "_nodes": None, "row_optimizer": None}
         state |= {"attachment": None, "_pending": None}
         return self.__dict__ | state | {"_known": (), "_parameters_of_tables": ()}
 
@@ -412,7 +415,7 @@ class TableModule(nn.Module):
         """Move or convert Parameters; tables that a device reaches in host memory stay there."""
         left = {
             id(table)
-            for group in {place.group for place in self._places}
+            for group in {member.group for member in self._members}
             if group.fetcher is not None and group.is_on_device
             for shown in [fn(torch.empty(0, dtype=group.dtype))]  # what it does to a table
             if (shown.device.type, shown.dtype) == (group.device.type, group.dtype)
@@ -439,13 +442,13 @@ class TableModule(nn.Module):
         formula, tables, optimizer = settings.optimizer, self.tables(), self.row_optimizer
         assert formula is not None
         assert optimizer is not None
-        places = group_tables(tables)
-        groups = list(dict.fromkeys(place.group for place in places))
+        members = group_tables(tables)
+        groups = list(dict.fromkeys(member.group for member in members))
         for group in groups:
             group.files = files
         settings.give_slots(tables, groups, formula)
         optimizer.begin([table.weight for table in self._tables_once()], groups)
-        self.attach(places, Nodes(optimizer if settings.auto_apply else None))
+        self.attach(members, Nodes(optimizer if settings.auto_apply else None))
 
     def _tables_once(self) -> list[Table]:
         """Each Parameter once, under the first of its names."""
@@ -484,8 +487,8 @@ class TableModule(nn.Module):
         return self.train(module.training)
 
     def _lay_out(self) -> None:
-        """Note the places of the tables."""
-        self._known = [place.group.tables[place.number] for place in self._places]
+        """Note which Parameters the tables are now."""
+        self._known = [member.group.tables[member.number] for member in self._members]
         # Every lookup compares all tables; reading modules' attributes takes ten times as long.
         self._parameters_of_tables = [table.holder._parameters for table in self.tables()]
 
@@ -503,18 +506,18 @@ class TableModule(nn.Module):
             and all(are_known)
             and (
                 self._nodes is not None
-                or _kind_of(self._known[0])[2] == self._places[0].group.device
+                or _kind_of(self._known[0])[2] == self._members[0].group.device
             )
         ):
             return
         if self._nodes is None:
-            self._places = group_tables(self.tables(), are_bound=False)
+            self._members = group_tables(self.tables(), are_bound=False)
             self._lay_out()
             return
-        for table, known, place in zip(self.tables(), self._known, self._places, strict=True):
+        for table, known, member in zip(self.tables(), self._known, self._members, strict=True):
             if table.holder._parameters["weight"] is not known:
                 raise ValueError(
-                    f"table {place.group.names[place.number]!r}: its Parameter was replaced, and "
+                    f"table {member.group.names[member.number]!r}: its Parameter was replaced, and "
                     "the tables of a module are fixed while a recsys optimizer updates them; copy "
                     "values into it instead (weight.data.copy_, load_state_dict without "
                     "assign=True), or call recsys.restore first"
@@ -534,9 +537,9 @@ class OneTable(TableModule):
 
     def _lay_out(self) -> None:
         super()._lay_out()
-        [place] = self._places
-        lookups = Lookups([(place.number, 0, 0)], is_mean=self.mode == "mean")
-        self._parts = [(place.group, lookups)]
+        [member] = self._members
+        lookups = Lookups([(member.number, 0, 0)], is_mean=self.mode == "mean")
+        self._parts = [(member.group, lookups)]
 
     def _dtype(self) -> torch.dtype:
         """Of the rows, which `module.double()` may have converted; those with slots are fixed.

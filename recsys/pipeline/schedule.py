@@ -29,7 +29,7 @@ class LookAhead:
     """Fetches the rows of the next mini-batches while the current one computes.
 
     The order of samples does not change, and losses and rows equal those of `Sequential` to the
-    last bit. Rows that get no slot ahead get one in their step, or are used in cold memory.
+    last bit. Rows that get no slot ahead get one in their step, or are used in the cold tier.
 
     Args:
         depth: Mini-batches ahead.

@@ -772,7 +772,7 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
 
     A lookup hits if its row was in fast memory when its mini-batch claimed slots;
     `unique_hit_rate` counts each row once per mini-batch. `cold_row_share` is the share of these
-    that were used in cold memory, because slots were too few. `exposed_fetch_seconds` is the time
+    that were used in the cold tier, because slots were too few. `exposed_fetch_seconds` is the time
     spent waiting for transfers, of rows fetched and of rows written back.
     """
     groups = [group for group in groups_of(model) if group.fetcher is not None]

@@ -150,7 +150,7 @@ def verify_budgets(
         config: Configures the runs; its `plan` is used, its `budget` is not. With `cold_tier`
             "file", rows are in files in `cold_path`, or in the folder for temporary files.
         budgets: Names from `BUDGETS`, or sizes like "256MiB". "floor" is the least budget, with
-            which most rows are used in cold memory; "half" is half of the bytes of rows and state,
+            which most rows are used in the cold tier; "half" is half of all rows and state,
             not below the floor.
         max_steps: The most steps of a run, at least 1; None for one epoch.
 
@@ -187,7 +187,7 @@ def verify_budgets(
         num_bytes = sizes.get(name) or parse_bytes(name, "budget")
         settings = replace(config, budget=str(num_bytes), cold_path=cold_path)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "tables .* cold memory")
+            warnings.filterwarnings("ignore", "tables .* cold tier")
             found, _, tiers = _train(settings, source, max_steps)
         differing = [
             key for key in {**expected, **found} if not _is_equal(expected.get(key), found.get(key))

@@ -134,7 +134,7 @@ def test_bfloat16_rows_and_their_state_in_float32_stay_in_the_budget():
     settings = {"optimizer": Adagrad(lr=0.1), "budget": "9KiB", "dtype": torch.bfloat16}
     bag = HotColdEmbeddingBag(400, 8, mode="sum", **settings)
 
-    with pytest.warns(UserWarning, match="cold memory"):
+    with pytest.warns(UserWarning, match="cold tier"):
         bag(torch.arange(300).reshape(-1, 1)).sum().backward()
 
     assert 0 < fast_memory_of(bag) <= 9 * 1024

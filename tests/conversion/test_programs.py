@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.programs import run_program
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* were used in cold memory"),
+    pytest.mark.filterwarnings("ignore:.* were used in the cold tier"),
     pytest.mark.filterwarnings("ignore:.* its gradient has all rows"),
 ]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from recsys.embeddings import SGD, Adagrad, HotColdEmbedding, HotColdEmbeddingBag
 
-pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in cold memory")
+pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in the cold tier")
 IDS, OFFSETS = torch.tensor([1, 2, 1, 0, 3, 3, 6, 1]), torch.tensor([0, 2, 4, 4, 7])
 
 

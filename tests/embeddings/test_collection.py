@@ -17,7 +17,7 @@ from recsys.embeddings import (
 )
 from recsys.errors import IdOutOfRange, MalformedBags
 
-pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in cold memory")
+pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in the cold tier")
 KEYS = ["item", "unused", "user", "friend"]
 LENGTHS = torch.tensor([2, 1, 0, 1, 0, 0, 1, 1, 3, 0, 2, 1])
 VALUES = torch.tensor([0, 4, 4, 99, 3, 4, 2, 2, 1, 8, 6, 0])

@@ -12,7 +12,7 @@ from recsys.embeddings import SGD, HotColdEmbedding, HotColdEmbeddingBag
 from recsys.errors import IdOutOfRange
 from tests.embeddings.test_bag import TOLERANCES, backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:tables .* used in cold memory", "ignore:budget=")
+pytestmark = pytest.mark.filterwarnings("ignore:tables .* used in the cold tier", "ignore:budget=")
 NUM_ROWS, NUM_USED = 30, 7
 SHAPES = st.sampled_from([(), (0,), (3,), (1, 1), (2, 3), (0, 2), (4, 0), (2, 2, 2)])
 OPTIMIZED = {"optimizer": SGD(lr=1.0), "auto_apply": False}

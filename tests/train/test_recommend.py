@@ -127,7 +127,7 @@ def test_the_best_items_are_those_that_score_highest_as_the_next_row(tmp_path, n
         assert set(unseen[unseen.user == user].item) == {*every} - {*known}
 
 
-@pytest.mark.filterwarnings("ignore:tables .* cold memory")
+@pytest.mark.filterwarnings("ignore:tables .* cold tier")
 def test_the_command_writes_what_the_class_returns_on_a_tiered_model_too(tmp_path, capsys):
     run = train_on(tmp_path, "two_tower", "budget=1500", "cold_tier=file")
     pd.DataFrame({"age": [1, 2, 3], "user": ["user 3", "user 1", "user 3"]}).to_csv(
@@ -161,7 +161,7 @@ def test_a_user_without_samples_is_named(tmp_path):
         Recommender(run).top(pd.DataFrame({"user": ["user 1", "user 99"]}))
 
 
-@pytest.mark.filterwarnings("ignore:tables .* cold memory")
+@pytest.mark.filterwarnings("ignore:tables .* cold tier")
 @pytest.mark.parametrize("num_sampled", [0, 8])
 @pytest.mark.parametrize("name", ["two_tower", "sasrec"])
 def test_training_on_a_budget_and_from_a_checkpoint_equals_training_at_once(

@@ -23,7 +23,7 @@ def command(small_settings):
     return build
 
 
-@pytest.mark.filterwarnings("ignore:tables .* cold memory")
+@pytest.mark.filterwarnings("ignore:tables .* cold tier")
 @pytest.mark.parametrize("settings", [(), ("cold_tier=file",), ("schedule=fae", "batch_size=16")])
 def test_a_budget_below_the_least_is_refused_with_the_least(command, tmp_path, settings):
     folder = ("--run", tmp_path / "run")

@@ -43,9 +43,9 @@ class RowLookups:
         assert collection.nodes is not None
         self._nodes = collection.nodes
         names = [config.name for config in collection.embedding_bag_configs()]
-        places = dict(zip(names, collection.places(), strict=True))
+        members = dict(zip(names, collection.members(), strict=True))
         self._parts: list[Part] = [
-            (places[table].group, Lookups([(places[table].number, 0, 0)], is_mean=False))
+            (members[table].group, Lookups([(members[table].number, 0, 0)], is_mean=False))
             for table in tables
         ]
 
@@ -82,6 +82,6 @@ def without_tables(
     )
     others = HotColdEmbeddingBagCollection(configs, collection.is_weighted(), _bags=bags)
     assert collection.nodes is not None
-    places = dict(zip(collection.table_weights(), collection.places(), strict=True))
-    others.attach([places[table.weight] for table in others.tables()], collection.nodes)
+    members = dict(zip(collection.table_weights(), collection.members(), strict=True))
+    others.attach([members[table.weight] for table in others.tables()], collection.nodes)
     return others

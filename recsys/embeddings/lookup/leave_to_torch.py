@@ -55,10 +55,10 @@ def _pool(parts: Sequence[Part], bags: Bags, width: int, kept: Tensor | None = N
     made = new_kept(parts[0][0], bags.ids.numel(), bags.num_bags) if kept is None else kept
     for group, _ in parts[1:]:  # a part whose tables moved changes where others of a group are
         group.notice_moved_tables()
-    placed = [group.place(lookups) for group, lookups in parts]
+    located = [group.locate(lookups) for group, lookups in parts]
     dtype, device = require_one_dtype(parts, bags.weights), parts[0][0].device
     result = torch.empty(bags.num_samples, width, dtype=dtype, device=device)
-    for (group, lookups), one in zip(parts, placed, strict=True):
+    for (group, lookups), one in zip(parts, located, strict=True):
         if bags.num_samples:
             pool_part(group, lookups, one.lookups_5L, bags, made, result)
     return result

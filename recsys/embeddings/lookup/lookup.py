@@ -67,7 +67,7 @@ _Kind = tuple[int, int, torch.dtype, torch.device]  # of a result: B, W, dtype a
 _next_lookup = count(1).__next__
 # glibc gets larger blocks from the system each time, in small pages.
 _MAX_KEPT_BYTES = 32 * 2**20
-# Of a node: evaluation in grad mode never ends a pass.
+# After so many a node is left: evaluation in grad mode ends no pass.
 _MOST_OUTPUTS, _MOST_OUTPUT_BYTES = 1024, 2**28
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
@@ -180,8 +180,8 @@ def look_up(
     with DisableTorchFunctionSubclass():  # internal reads of tables
         for group, _ in parts[1:]:  # a part whose tables moved changes where others of a group are
             group.notice_moved_tables()
-        placed = [group.place(lookups) for group, lookups in parts]
-        for one in placed:
+        located = [group.locate(lookups) for group, lookups in parts]
+        for one in located:
             is_training = is_training or any(map(_requires_grad, one.tables))
     is_training = is_training and is_grad_enabled()
     dtype = require_one_dtype(parts, weights)
@@ -212,7 +212,7 @@ def look_up(
     is_one_hot = offsets is None and num_ids == num_bags and weights is None
     of_input = kept, num_ids, num_samples, 0 if is_one_hot else num_bags, copied
     number, calls = _next_lookup(), []
-    for (group, lookups), one in zip(parts, placed, strict=True):
+    for (group, lookups), one in zip(parts, located, strict=True):
         fetcher = group.fetcher
         if fetcher is not None and is_training and num_samples:
             fetcher.before_lookup(lookups, bags)
@@ -231,7 +231,7 @@ def look_up(
 
 
 def require_one_dtype(parts: Sequence[Part], weights: Tensor | None) -> torch.dtype:
-    """The dtype of a lookup; its tables are placed, which notices converted ones.
+    """The dtype of a lookup; its tables are located, which notices converted ones.
 
     Raises:
         ValueError: tables or weights have others.
@@ -395,7 +395,7 @@ def weight_gradient(calls: Sequence[tuple[TableGroup, Call]], gradient: Tensor) 
             int(call.lookups.is_mean),
             0,
         )
-        lookups_5L = group.place(call.lookups).lookups_5L
+        lookups_5L = group.locate(call.lookups).lookups_5L
         with nullcontext() if group.fetcher is None else group.fetcher.lock:
             if group.fetcher is not None:
                 group.fetcher.settle()

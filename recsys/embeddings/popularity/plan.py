@@ -5,7 +5,7 @@
            + pinned slots                           one for each pinned row
 
 A slot holds a row, the row's optimizer state, and 11 bytes of marks. The row map and the shared
-slots are the floor of a plan: with less, rows that are not pinned would be used in cold memory.
+slots are the floor of a plan: with less, rows that are not pinned would be used in the cold tier.
 Tables of one dim and data type share slots.
 
 Rows are pinned in this order:

@@ -23,7 +23,7 @@ class Bags(NamedTuple):
     """The bags of ids of F features and B samples, feature by feature; kernels check and copy them.
 
     Attributes:
-        ids: int32 or int64, contiguous, on the CPU.
+        ids: int32 or int64, contiguous, on the device of the tables.
         offsets: Where bags begin, of the dtype of the ids, with or without the end of the last;
             None if all bags have the same number of ids.
         weights: A factor for each id, in the dtype of the computation; None for 1.

@@ -73,7 +73,7 @@ class DeviceGroup(TableGroup):
         super().notice_moved_tables()
 
     def pool(
-        self, lookups: Lookups, placed: DeviceLookups, bags: Bags, kept: Tensor, result: Tensor
+        self, lookups: Lookups, located: DeviceLookups, bags: Bags, kept: Tensor, result: Tensor
     ) -> None:
         """Look up; see `kernels.triton.lookup.pool`. Raises the error of an earlier kernel."""
         self._raise_error()
@@ -82,7 +82,7 @@ class DeviceGroup(TableGroup):
             if fetcher is not None:
                 fetcher.notice_writes()
                 fetcher.settle()
-            pool(self.memories, placed, given_of(lookups, bags), kept, result)
+            pool(self.memories, located, given_of(lookups, bags), kept, result)
 
     def weight_gradient(self, call: Call, gradient: Tensor, result: Tensor) -> None:
         """Add the gradient of the ids' weights, (N,); see `kernels.triton.lookup`."""
@@ -91,14 +91,14 @@ class DeviceGroup(TableGroup):
                 self.fetcher.settle()
             of_bags = call.num_samples, call.num_bounds, call.lookups.is_mean
             given = DeviceInput(call.kept, None, None, *of_bags)
-            placed = self.place(call.lookups).lookups_5L
-            weight_gradients(self.memories, placed, given, call.kept, gradient, result)
+            located = self.locate(call.lookups).lookups_5L
+            weight_gradients(self.memories, located, given, call.kept, gradient, result)
 
     def join(self, entries: Sequence[Entry]) -> list[DeviceEntry]:
         """As there."""
         return [
             DeviceEntry(
-                self.place(call.lookups).lookups_5L,
+                self.locate(call.lookups).lookups_5L,
                 call.kept,
                 call.num_ids,
                 call.num_samples,

@@ -101,7 +101,15 @@ class LedgerParameter(nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         bound, group = _BOUND.get(id(self)), group_of(self)
         if bound is not None and group is not None:
+            had_entries = bool(group.ledger.entries)
             _drop(group, bound.number, group.ledger.last)
+            if (
+                gradient is None  # else the update ends the generation
+                and had_entries
+                and not group.ledger.entries
+                and group.fetcher is not None
+            ):
+                group.fetcher.end_generation()
         set_plain_grad(self, gradient)
 
     @grad.deleter
@@ -314,7 +322,7 @@ def _add(group: TableGroup, number: int, gradient: Tensor, last: int) -> None:
             f"[0, {size}); correct what made it"
         )
     kept = torch.cat([rows, rows.new_zeros(1)]).to(group.device, torch.int32)
-    call = Call(0, _whole(number), kept, len(rows), len(rows), 0, None, 0)
+    call = Call(0, _whole(number), kept, len(rows), len(rows), 0, None, -1)
     values = values.detach().to(group.device, group.compute_dtype).contiguous()
     group.ledger.entries.insert(0, Entry(call, values, version_of(values), last))
 
@@ -415,7 +423,4 @@ def _drop(group: TableGroup, number: int, last: int) -> None:
             lookups = lookups.in_tables([table for table in lookups.tables if table != number])
         if lookups.tables:
             kept.append(entry._replace(call=entry.call._replace(lookups=lookups)))
-    is_last = bool(group.ledger.entries) and not kept
     group.ledger.entries = kept
-    if is_last and group.fetcher is not None:
-        group.fetcher.end_generation()

@@ -1,7 +1,7 @@
 """The ledger of a table group: the lookups and gradients that wait for the update.
 
 Backward of the lookup's node adds entries; `TableUpdate` takes them, once a step. Invariant: an
-entry is in the ledger, or its rows were updated, and never both.
+entry is in the ledger until its rows were updated or it was dropped, and never after.
 
 It keeps ids, not locations: rows may move until the update, which finds them by the row map.
 Gradients stay where backward left them. The kernel sees all of them as one array from the lowest

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.bags import Lookups
     from recsys.embeddings.rows.ledger import Entry
 
-__all__ = ["Memory", "Placed", "TableGroup", "compute_dtype"]
+__all__ = ["Located", "Memory", "TableGroup", "compute_dtype"]
 
 
 # For each dtype of a table: the dtype that kernels see, and that of the computation.
@@ -55,7 +55,7 @@ _DTYPES = _Dtypes(
         torch.bfloat16: (np.uint16, torch.float32),
     }
 )
-_MOST_PLACED = 1024
+_MOST_LOCATED = 1024
 _MAX_ROWS = 2**31 - 1
 _NO_MARKS: NDArray[np.uint8] = np.empty(0, np.uint8)
 _address, _requires_grad = torch.Tensor.data_ptr, torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ class Memory:
         self.bases = np.array(starts, np.uint64)
 
 
-class Placed(NamedTuple):
+class Located(NamedTuple):
     """Where the tables of lookups are, as of these addresses."""
 
     lookups_5L: Any  # an array of uint64; of a `DeviceGroup`, `DeviceLookups`
@@ -190,16 +190,16 @@ class TableGroup:
             self._slots = self._slots.to(self.device, self.dtype)
         self._rows = self._memory(self.tables, self._slots)
         self._join()
-        self._placed: dict[Lookups, Placed] = {}
+        self._located: dict[Lookups, Located] = {}
 
-    def place(self, lookups: Lookups) -> Placed:
+    def locate(self, lookups: Lookups) -> Located:
         """Where the tables of lookups are; notices tables that have moved.
 
         Raises:
             RuntimeError: as for `notice_moved_tables`.
             ValueError: as for `notice_moved_tables`.
         """
-        found = self._placed.get(lookups)
+        found = self._located.get(lookups)
         if found is not None and (
             self.fetcher is not None or list(map(_address, found.tables)) == found.addresses
         ):
@@ -207,10 +207,10 @@ class TableGroup:
         self.notice_moved_tables()
         looked_up = [self.tables[table] for table in lookups.tables]
         addresses = [self._addresses[table] for table in lookups.tables]
-        found = Placed(self._numbers_of(lookups), looked_up, addresses)
-        if len(self._placed) >= _MOST_PLACED:  # inputs with ever other orders of features
-            self._placed.clear()
-        self._placed[lookups] = found
+        found = Located(self._numbers_of(lookups), looked_up, addresses)
+        if len(self._located) >= _MOST_LOCATED:  # inputs with ever other orders of features
+            self._located.clear()
+        self._located[lookups] = found
         return found
 
     def notice_moved_tables(self) -> None:
@@ -237,7 +237,8 @@ class TableGroup:
 
     def trained(self, lookups: Lookups) -> Lookups:
         """The lookups in tables that require a gradient."""
-        known = self._placed.get(lookups) or self.place(lookups)  # tables moved since stay the same
+        # A table that has moved is the same Parameter.
+        known = self._located.get(lookups) or self.locate(lookups)
         if all(map(_requires_grad, known.tables)):
             return lookups
         return lookups.in_tables(

@@ -47,12 +47,12 @@ class LookedUp(NamedTuple):
     Attributes:
         rows: Their rows, (V,) int64; -1 for an id that is no row.
         bags: Their bags, counted over the lookups: l * B + b, (V,) int64.
-        places: Where each stands in the input, (V,) int64.
+        positions: Where each stands in the input, (V,) int64.
     """
 
     rows: NDArray[np.int64]
     bags: NDArray[np.int64]
-    places: NDArray[np.int64]
+    positions: NDArray[np.int64]
 
 
 def marks_bytes(num_rows: int) -> int:
@@ -347,13 +347,13 @@ def _keep_lookups(entry: Entry, found: LookedUp, is_kept: NDArray[np.bool_]) -> 
     lengths = np.bincount(bags, minlength=num_bags)
     weights = call.weights
     if weights is not None:
-        weights = weights[torch.from_numpy(found.places[is_kept]).to(device)]
+        weights = weights[torch.from_numpy(found.positions[is_kept]).to(device)]
     if call.lookups.is_mean and call.num_bounds:
         divisors = torch.from_numpy(np.bincount(found.bags)[bags])
         divisors = divisors.to(device, entry.gradient.dtype)
         weights = (torch.ones_like(divisors) if weights is None else weights) / divisors
     # Kernels of a device read how long bags are, too.
-    ids = call.kept.cpu().numpy()[found.places[is_kept]]
+    ids = call.kept.cpu().numpy()[found.positions[is_kept]]
     parts = [ids, np.zeros(1, np.int64), lengths.cumsum(), lengths]
     changed = call._replace(
         lookups=_in_order(call.lookups),

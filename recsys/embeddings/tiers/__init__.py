@@ -1,4 +1,4 @@
-"""Rows in slots of fast memory, and all others in cold memory."""
+"""Rows in slots of fast memory, and all others in the cold tier."""
 
 __all__ = ["COLD_TIERS"]
 

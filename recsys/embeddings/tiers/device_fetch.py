@@ -67,7 +67,7 @@ class SideStream:
                 tensor.record_stream(self._stream)
 
     def is_writing(self) -> bool:
-        """Whether rows may be on their way to cold memory."""
+        """Whether rows may be on their way to the cold tier."""
         return self._stream is not None and not self._stream.query()
 
     def finish(self) -> None:
@@ -158,23 +158,28 @@ class DeviceFetcher(Fetcher):
         self.notice_writes()
         if self._must_pin:
             self._pin()
-        placed = self._group.place(lookups).lookups_5L
-        self._claim_on_device(placed, given_of(lookups, bags), generation)
+        located = self._group.locate(lookups).lookups_5L
+        self._claim_on_device(located, given_of(lookups, bags), generation)
         return Claim(generation, None, _NO_COUNTS)
 
     def _claim_on_device(
-        self, placed: DeviceLookups, given: DeviceInput, generation: int, *, is_counted: bool = True
+        self,
+        located: DeviceLookups,
+        given: DeviceInput,
+        generation: int,
+        *,
+        is_counted: bool = True,
     ) -> None:
         needed, memories = self._needed, self._group.memories
         known = {number: most for number, most in self._most.items() if number >= needed}
         num_others = sum(known.values()) + len(self.planned) + len(self.popular)
         known[generation] = known.get(generation, 0) + most_rows(
-            placed, given, self._group.num_slots
+            located, given, self._group.num_slots
         )
         self._most = known
 
         def work() -> None:
-            moves = claim(self.marks, generation, needed, placed, given, num_others)
+            moves = claim(self.marks, generation, needed, located, given, num_others)
             move_rows(memories, moves)
             counts, first = moves.counts[:NUM_COUNTS], 0 if is_counted else FETCHED
             self.sums[first:] += counts[first:]

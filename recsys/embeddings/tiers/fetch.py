@@ -86,14 +86,14 @@ class Claim(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Sums over mini-batches; a row that a later one has claimed already is not among the rows.
+    """Sums over mini-batches. A row that a later one has claimed ahead already counts for that one.
 
     Attributes:
         lookups: Ids looked up.
         hits: Those whose row had a slot when its mini-batch claimed slots.
         rows: Distinct rows of each mini-batch.
         rows_hit: Those that had a slot.
-        left: Rows that were used in cold memory, because slots were too few.
+        left: Rows that were used in the cold tier, because slots were too few.
         fetched: Rows fetched.
         written: Rows written back.
     """
@@ -295,7 +295,7 @@ class Fetcher:
 
         Args:
             is_written_back: Whether changed rows are written back first. If not, they are dropped,
-                because cold memory is newer.
+                because the cold tier is newer.
         """
         with self.lock:
             if is_written_back:
@@ -340,6 +340,7 @@ class Fetcher:
         """
         with self.lock:
             self.marks.pins[self.marks.pins == POPULAR] = 0
+            rows = rows[~np.isin(rows, self.planned)]
             self.popular = rows[: max(0, most - len(self.planned))]
             self._must_pin = True
 
@@ -387,7 +388,7 @@ class Fetcher:
         counts = self.counts
         warn_caller(
             f"tables {self._group.names}: {counts.left / max(1, counts.rows):.0%} of the rows of "
-            "mini-batches so far were used in cold memory, because the budget has room for "
+            "mini-batches so far were used in the cold tier, because the budget has room for "
             f"{self._group.num_slots} rows; results are the same, but later. Raise budget=, or "
             "make mini-batches smaller"
         )
@@ -405,7 +406,7 @@ class Fetcher:
         self.notice_writes()
         if self._must_pin:
             self._pin()
-        lookups_5L = self._group.place(lookups).lookups_5L
+        lookups_5L = self._group.locate(lookups).lookups_5L
         of_table = np.searchsorted(lookups.arrays[0], np.arange(len(self._group.tables) + 1))
         # A feature that is looked up in several tables has more rows than ids.
         most = bags.ids.numel() * lookups.most_repeats

@@ -1,4 +1,4 @@
-"""The cold store on disk: tables and state that may be larger than memory, mapped from files.
+"""The cold tier on disk: tables and state that may be larger than memory, mapped from files.
 
 The system's page cache has the pages in use: cached rows are read at the speed of memory, and a
 write returns before the disk has the data. The files are scratch space. They have no name in their

@@ -1,4 +1,4 @@
-"""`TransferQueue`: the order of moves between slots and cold memory.
+"""`TransferQueue`: the order of moves between slots and the cold tier.
 
 A `Fetcher` adds the transfers of its claims, and waits for them before lookups and updates that
 need it.
@@ -53,7 +53,7 @@ class TransferQueue:
         return bool(self._transfers)
 
     def is_writing(self) -> bool:
-        """Whether rows may be on their way to cold memory."""
+        """Whether rows may be on their way to the cold tier."""
         return any(transfer.counts[WRITTEN] for transfer in self._transfers)
 
     def oldest_generation(self, default: int) -> int:

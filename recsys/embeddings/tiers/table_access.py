@@ -37,8 +37,7 @@ class TieredParameter(LedgerParameter):
         group, rows = group_of(self), super().data
         if group is None:
             return rows
-        write_back(group)
-        group.fetcher.empty_slots(is_written_back=False)
+        group.fetcher.empty_slots(is_written_back=True)
         return group.fetcher.watch(rows)  # type: ignore[no-any-return]
 
     @data.setter

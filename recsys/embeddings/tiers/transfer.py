@@ -1,4 +1,4 @@
-"""`Transfer`: moves rows between slots and cold memory, as a claim has listed them.
+"""`Transfer`: moves rows between slots and the cold tier, as a claim has listed them.
 
 Cold memory is the tables themselves and the optimizer's state. Tables in files are mapped into
 memory, so their rows are moved in the same way.

@@ -1,4 +1,4 @@
-"""Brings cold memory up to date: writes back all rows that updates have changed in slots."""
+"""Brings the cold tier up to date: writes back all rows that updates have changed in slots."""
 
 from __future__ import annotations
 

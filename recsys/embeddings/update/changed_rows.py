@@ -31,7 +31,7 @@ __all__ = ["ChangedRows", "rows_of"]
 
 _ALL = np.uint64(2**64 - 1)
 _MIN_SHARED_IDS = 8192  # fewer are marked before a second thread wakes
-_SHIFT, _PLACE, _ONE = np.uint64(6), np.uint64(63), np.uint64(1)
+_SHIFT, _BIT, _ONE = np.uint64(6), np.uint64(63), np.uint64(1)
 _address = torch.Tensor.data_ptr
 
 
@@ -77,7 +77,7 @@ class ChangedRows:
         """Take a state array of zeros as known, which an update has made."""
         self._made.append((_address(array), version_of(array)))
 
-    def mark_table(self, number: int) -> None:
+    def _mark_table(self, number: int) -> None:
         """Mark every row of a table."""
         bits, size = self._bits_of(number), int(self._group.sizes[number])
         bits[:] = _ALL
@@ -117,7 +117,7 @@ class ChangedRows:
         for number, found in enumerate(now):
             before = self._known[number] if number < len(self._known) else (0, 0)  # no state yet
             if found != before and found[0] and (before[0] or found not in self._made):
-                self.mark_table(number % len(self._group.tables))
+                self._mark_table(number % len(self._group.tables))
         self._known = now
 
 
@@ -155,4 +155,4 @@ def _mark(
                     end = np.uint64(kept[num_ids + end])
                 for n in range(begin, end):
                     row = np.uint64(kept[n])
-                    bits[first_word + (row >> _SHIFT)] |= _ONE << (row & _PLACE)
+                    bits[first_word + (row >> _SHIFT)] |= _ONE << (row & _BIT)

@@ -155,12 +155,12 @@ def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
         ]
         for table, array in arrays:
             table.require_state(*array)
-        with contents.tables.restoring():
-            made = {id(table.make_array(*array)) for table, array in arrays}
-            for piece in pieces:
-                for rows in read_blocks(folder, piece):
-                    contents.write(rows, tables[rows.key])
-            contents.restore(saved, optimizers, made)
+        contents.tables.begin_restoring()
+        made = {id(table.make_array(*array)) for table, array in arrays}
+        for piece in pieces:
+            for rows in read_blocks(folder, piece):
+                contents.write(rows, tables[rows.key])
+        contents.restore(saved, optimizers, made)
         _set_random_states(of_random["random"])
         return saved["state"]
 

@@ -89,7 +89,7 @@ def test_two_tables_of_a_torchrec_collection_may_be_one(optimizer, poolings):
         assert list(mine.state_dict()["state"]) == ["embedding_bags.a.weight"]
 
 
-@pytest.mark.filterwarnings("ignore:tables .* used in cold memory")
+@pytest.mark.filterwarnings("ignore:tables .* used in the cold tier")
 @pytest.mark.parametrize("budget", [None, 150])
 def test_a_tied_bag_that_gets_a_table_of_its_own_is_refused_at_its_next_lookup(budget):
     model = tied_bags(3)

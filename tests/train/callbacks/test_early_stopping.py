@@ -172,7 +172,7 @@ def require_model_of_step(step, config, folder, stop_at):
     require_equal(load_model(folder), load_model(folder.with_name("to_step")))
 
 
-@pytest.mark.filterwarnings("ignore:tables .* cold memory")
+@pytest.mark.filterwarnings("ignore:tables .* cold tier")
 @pytest.mark.parametrize(
     ("tiers", "killed"),
     [

@@ -16,7 +16,7 @@ from recsys.embeddings.tiers.write_back import write_back
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 # Of the warning that a mini-batch has more rows than there are slots.
-TOO_MANY_ROWS = "tables .* were used in cold memory"
+TOO_MANY_ROWS = "tables .* were used in the cold tier"
 
 
 class Tables:

@@ -20,7 +20,7 @@ from tests.unit.embeddings.model import Tables
 
 STEPS = 5
 STALE = [0, 1, 2, 7, 500, 503, 506, 507, 530]
-pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in cold memory")
+pytestmark = pytest.mark.filterwarnings("ignore:tables .* were used in the cold tier")
 
 
 def state_of(model):

@@ -149,8 +149,8 @@ def test_restoring_drops_gradients_and_claims(tier, tmp_path):
     model.row_optimizer.step()
     model.prefetch(ids)
     model(ids).sum().backward()
-    with saved.restoring():
-        saved.tables[0].write("weight", 0, torch.ones(SIZES[0], DIM))
+    saved.begin_restoring()
+    saved.tables[0].write("weight", 0, torch.ones(SIZES[0], DIM))
     model.row_optimizer.step()
     assert (model.weight == 1).all()
     with torch.no_grad():

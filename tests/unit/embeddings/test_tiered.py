@@ -7,11 +7,13 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+import recsys
 from recsys.embeddings import SGD, Adagrad, Adam
 from recsys.embeddings.tiers.budget import give_slots
 from recsys.embeddings.tiers.fetch import Fetcher
@@ -66,7 +68,7 @@ def step(both):
 
 
 def are_same(both):
-    """Whether all rows are the same for lookups, and then in cold memory."""
+    """Whether all rows are the same for lookups, and then in the cold tier."""
     with torch.no_grad():
         found = [tables(ids(both, *range(20))) for tables in both]
     return torch.equal(*found) and are_equal(*both)
@@ -243,7 +245,7 @@ def test_offsets_that_lie_leave_rows_as_they_were():
 def test_a_mini_batch_larger_than_the_slots_trains(device):
     both = pair(num_slots=5, device=device)
     train(both, 1, 2, 3)
-    with pytest.warns(match="65% of the rows .* were used in cold memory") as found:
+    with pytest.warns(match="65% of the rows .* were used in the cold tier") as found:
         train(both * 2, *range(20))
     assert len(found) == 1
     assert both[1].fetcher.counts.left == 2 * 15
@@ -418,3 +420,15 @@ def test_without_a_rule_its_race_is_lost(guard, race, monkeypatch):
     monkeypatch.setattr(*guard, lambda self, *given: given[0] if given else None)
     with pytest.raises(AssertionError):
         getattr(TestRaces, f"test_{race}")(None)
+
+
+def test_a_model_is_as_before_if_a_group_gets_no_slots(monkeypatch, tmp_path):
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(99, 4), torch.nn.EmbeddingBag(99, 8))
+    before = [(type(table), table.data_ptr()) for table in model.parameters()]
+    give = "recsys.embeddings.tiers.budget._fetcher_of"
+    monkeypatch.setattr(give, Mock(side_effect=[Fetcher, MemoryError]))
+    with pytest.raises(MemoryError):
+        recsys.accelerate(
+            model, optimizer=SGD(lr=1.0), budget=2000, cold_tier="file", cold_path=tmp_path
+        )
+    assert [(type(table), table.data_ptr()) for table in model.parameters()] == before

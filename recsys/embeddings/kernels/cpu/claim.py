@@ -5,8 +5,8 @@ generation, and lists the rows that have no slot. A thread takes tables until no
 row has one owner. The second pass gives these rows slots whose generation is over, until none is
 left. Rows that get no slot stay where they are. So a claim cannot fail.
 
-A clock's hand finds the slots: it halves the use count of each row that it passes, and takes the
-first row whose count is zero. So frequently used rows stay, without a sorted list.
+A clock's hand finds the slots. Of those that it may take, it halves the use count of each that it
+passes, and takes the first whose count is zero. So frequently used rows stay; no list is sorted.
 
 Letters: T tables, R rows, S slots, N ids, L lookups, M moves.
 """
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DONE",
     "FETCHED",
+    "FETCHED_ROWS",
+    "FETCHED_SLOTS",
     "HITS",
     "LOOKUPS",
     "NUM_COUNTS",
@@ -49,6 +51,8 @@ __all__ = [
     "ROWS_HIT",
     "WITHOUT_SLOT",
     "WRITTEN",
+    "WRITTEN_ROWS",
+    "WRITTEN_SLOTS",
     "claim",
     "drop_all",
     "list_dirty",
@@ -61,7 +65,7 @@ LOOKUPS, HITS, ROWS, ROWS_HIT, WITHOUT_SLOT, FETCHED, WRITTEN, DONE, NUM_COUNTS 
 # Why a row does not leave its slot: a plan has it, or it was used more than others.
 PLANNED, POPULAR = 1, 2
 # Rows of the list of moves.
-_FETCHED_ROWS, _FETCHED_SLOTS, _WRITTEN_ROWS, _WRITTEN_SLOTS = range(4)
+FETCHED_ROWS, FETCHED_SLOTS, WRITTEN_ROWS, WRITTEN_SLOTS = range(4)
 _MIN_SHARED_IDS = 4096  # fewer are claimed before a second thread wakes
 _AHEAD = np.uint64(16)
 _MOST_USES = np.uint8(255)
@@ -199,13 +203,13 @@ def _give(
                 slot_of_row[old] = NOWHERE
                 if is_dirty[slot]:
                     slot_of_row[old] = LEAVING
-                    moves_4M[_WRITTEN_ROWS, num_written] = old
-                    moves_4M[_WRITTEN_SLOTS, num_written] = slot
+                    moves_4M[WRITTEN_ROWS, num_written] = old
+                    moves_4M[WRITTEN_SLOTS, num_written] = slot
                     num_written += 1
             slot_of_row[row], row_of_slot[slot] = ARRIVING - np.int32(slot), row
             generations[slot], uses[slot], is_dirty[slot] = generation, 1, 0
-            moves_4M[_FETCHED_ROWS, num_fetched] = row
-            moves_4M[_FETCHED_SLOTS, num_fetched] = slot
+            moves_4M[FETCHED_ROWS, num_fetched] = row
+            moves_4M[FETCHED_SLOTS, num_fetched] = slot
             num_fetched += 1
     marks.hand[0] = slot
     counts[FETCHED], counts[WRITTEN] = num_fetched, num_written
@@ -300,11 +304,11 @@ def note_arrivals(
 ) -> None:
     """Note in the row map that moves are done; a second time it changes nothing."""
     for number in range(counts[FETCHED]):
-        row, slot = moves_4M[_FETCHED_ROWS, number], moves_4M[_FETCHED_SLOTS, number]
+        row, slot = moves_4M[FETCHED_ROWS, number], moves_4M[FETCHED_SLOTS, number]
         if slot_of_row[row] == ARRIVING - slot:
             slot_of_row[row] = slot
     for number in range(counts[WRITTEN]):
-        row = moves_4M[_WRITTEN_ROWS, number]
+        row = moves_4M[WRITTEN_ROWS, number]
         if slot_of_row[row] == LEAVING:
             slot_of_row[row] = NOWHERE
 
@@ -315,10 +319,10 @@ def list_dirty(
     moves_4M: NDArray[np.int32],
     counts: NDArray[np.int64],
 ) -> None:
-    """List the rows that are newer than in cold memory; they count as written from now on."""
+    """List the rows that are newer than in the cold tier; they count as written from now on."""
     slots = np.flatnonzero(is_dirty)
-    moves_4M[_WRITTEN_ROWS, : len(slots)] = row_of_slot[slots]
-    moves_4M[_WRITTEN_SLOTS, : len(slots)] = slots
+    moves_4M[WRITTEN_ROWS, : len(slots)] = row_of_slot[slots]
+    moves_4M[WRITTEN_SLOTS, : len(slots)] = slots
     counts[WRITTEN] = len(slots)
     is_dirty[slots] = 0  # last, because a signal may come before it
 

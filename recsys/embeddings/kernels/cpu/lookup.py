@@ -54,7 +54,7 @@ INT64: NDArray[np.int64] = np.empty(0, np.int64)
 _MAP_AHEAD, _AHEAD = np.uint64(16), np.uint64(8)
 # One-hot lookups have a kernel for each of these dims, which copies a row without a loop.
 _COMPILED_DIMS = range(8, 257, 8)
-_ZERO, _ONE, _ALL = np.uint64(0), np.uint64(1), np.uint64(2**64 - 1)
+_ZERO, _ONE = np.uint64(0), np.uint64(1)
 
 
 class Input(NamedTuple):
@@ -362,14 +362,14 @@ def _kernel(
                                 added = widen(flat[source + d])
                                 result[target + d] += weights_N[n] * added if has_weights else added
                     elif is_tiered:
-                        memory = result, target, flat, _ZERO, _ALL, dim, _ONE, np.uint64(line)
+                        memory = result, target, flat, _ZERO, dim, _ONE, np.uint64(line)
                         run = of_bag - first, end_of_bag - first, last - first
                         if has_weights:
                             add_bag(*memory, starts, weights_N[first:], *run)
                         else:
                             add_bag(*memory, starts, None, *run)
                     else:
-                        memory = result, target, flat, base, size, dim, dim, np.uint64(line)
+                        memory = result, target, flat, base, dim, dim, np.uint64(line)
                         if has_weights:
                             add_bag(*memory, kept, weights_N, of_bag, end_of_bag, last)
                         else:

@@ -20,7 +20,15 @@ import numpy as np
 from numba import prange, types
 
 from recsys._support.jit import inlined_part, kernel, kernel_part, num_parts, parallel_kernel
-from recsys.embeddings.kernels.cpu.claim import DONE, FETCHED, WRITTEN
+from recsys.embeddings.kernels.cpu.claim import (
+    DONE,
+    FETCHED,
+    FETCHED_ROWS,
+    FETCHED_SLOTS,
+    WRITTEN,
+    WRITTEN_ROWS,
+    WRITTEN_SLOTS,
+)
 from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
 
@@ -74,8 +82,8 @@ def announce_rows(
     parts = [(memories.flat, memories.bases), memories[2:4], memories[4:6]]
     for (flat, bases), dim in zip(parts, dims, strict=True):
         if dim:
-            for rows, count in ((moves_4M[2], WRITTEN), (moves_4M[0], FETCHED)):
-                _announce(flat, bases, memories.first_rows, dim, rows, counts[count])
+            for rows, count in ((WRITTEN_ROWS, WRITTEN), (FETCHED_ROWS, FETCHED)):
+                _announce(flat, bases, memories.first_rows, dim, moves_4M[rows], counts[count])
 
 
 @kernel
@@ -171,10 +179,12 @@ def _move_kernel(
         return
     for is_fetch in (False, True):
         count = counts[FETCHED] if is_fetch else counts[WRITTEN]
-        rows, slots = (moves_4M[0], moves_4M[1]) if is_fetch else (moves_4M[2], moves_4M[3])
+        of_rows, of_slots = WRITTEN_ROWS, WRITTEN_SLOTS
+        if is_fetch:
+            of_rows, of_slots = FETCHED_ROWS, FETCHED_SLOTS
         for part in prange(num_parts):
             begin, end = part * count // num_parts, (part + 1) * count // num_parts
-            run = rows, slots, begin, end, is_fetch
+            run = moves_4M[of_rows], moves_4M[of_slots], begin, end, is_fetch
             _copy(flat, bases, first_rows, np.uint64(dim), *run)
             if first_dim:
                 _copy(first, first_bases, first_rows, np.uint64(first_dim), *run)

@@ -1,8 +1,8 @@
 """The row map of a table group: the location of every row. Nothing else says where a row is.
 
-    slot_of_row[row] >= 0     the row is in this slot; cold memory may be older
-    NOWHERE                   the row is in cold memory only
-    LEAVING                   a transfer is writing the row back to cold memory
+    slot_of_row[row] >= 0     the row is in this slot; the cold tier may be older
+    NOWHERE                   the row is in the cold tier only
+    LEAVING                   a transfer is writing the row back to the cold tier
     ARRIVING - slot           a transfer is fetching the row into a slot
     WANTED                    only while a claim is made
 
@@ -53,7 +53,7 @@ class Marks(NamedTuple):
         row_of_slot: (S,).
         generations: The last mini-batch that claimed the slot, by number, (S,).
         uses: How many mini-batches claimed it; the clock's hand halves it in passing, (S,).
-        is_dirty: Whether cold memory is older than the slot; updates set it, (S,).
+        is_dirty: Whether the cold tier is older than the slot; updates set it, (S,).
         hand: Where the clock's hand is, (1,).
         pins: `PLANNED` or `POPULAR` for a row that does not leave its slot, else 0, (S,).
     """

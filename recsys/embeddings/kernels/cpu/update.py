@@ -91,7 +91,7 @@ class Memories(NamedTuple):
         second_bases: Where each table's part begins in it.
         slot_of_row: The row map.
         first_rows: The number of each table's row 0, and the number of all rows, (T + 1,) uint64.
-        is_dirty: Of each slot, whether cold memory is older, uint8.
+        is_dirty: Of each slot, whether the cold tier is older, uint8.
     """
 
     flat: NDArray[Any]

@@ -62,7 +62,7 @@ _MOST_USES = tl.constexpr(255)
 
 
 class DeviceMarks(NamedTuple):
-    """Where rows are, and what is known of slots; see `kernels.cpu.claim.Marks`.
+    """Where rows are, and what is known of slots; see `kernels.cpu.row_map.Marks`.
 
     Attributes:
         slot_of_row: The row map, (R,) int32: the slot, or `NOWHERE`.

@@ -87,7 +87,7 @@ class DeviceMemories(NamedTuple):
         first_rows: The number of each table's row 0, and R, (T + 1,) int64.
         num_rows: R.
         slot_of_row: The row map, (R,); None if all rows are in their tables.
-        is_dirty: Of each slot, whether cold memory is older, (S,) uint8; None without slots.
+        is_dirty: Of each slot, whether the cold tier is older, (S,) uint8; None without slots.
         record: What is wrong with an input.
     """
 

@@ -75,7 +75,7 @@ def move_rows(memories: DeviceMemories, moves: Moves) -> None:
 
 
 def dirty_rows(marks: DeviceMarks) -> Moves:
-    """The rows that are newer than in cold memory; they count as written from now on.
+    """The rows that are newer than in the cold tier; they count as written from now on.
 
     The host waits, to learn how many they are.
     """

@@ -120,7 +120,6 @@ def add_bag(
     to: np.uint64,
     flat: NDArray[Any],
     base: np.uint64,
-    size: np.uint64,
     dim: np.uint64,
     stride: np.uint64,
     line: np.uint64,
@@ -129,7 +128,7 @@ def add_bag(
     first: np.uint64,
     end: np.uint64,
     last: np.uint64,
-) -> np.int64:
+) -> None:
     """In a kernel: add the rows `ids[first:end]` of a table to `sums[to : to + dim]`.
 
     Args:
@@ -137,26 +136,20 @@ def add_bag(
         to: Where the sums begin.
         flat: The rows of all tables, of the dtype of `sums`.
         base: Where the table begins in it.
-        size: E of the table.
         dim: D.
         stride: D if ids are rows; 1 if they are the positions in `flat` where rows begin.
         line: How many numbers a cache line holds.
-        ids: Rows of the table.
+        ids: Rows of the table; all are valid.
         factors: A factor for each id, of the dtype of `sums`; None for 1.
         first: The first id.
         end: The end of the ids.
         last: The end of the ids of which rows may be prefetched.
-
-    Returns:
-        The position of the first id that is not a row, or -1. If there is one, sums are undefined.
     """
     while first < end:
         until = min(first + _RUN, end)
         for position in range(first, until):
             if position + _AHEAD < last:
                 prefetch_run(flat, base + np.uint64(ids[position + _AHEAD]) * stride, dim, line)
-            if np.uint64(ids[position]) >= size:  # a negative id becomes a very large number
-                return np.int64(position)
         column = np.uint64(0)
         while column + _32 <= dim:
             _add_32(sums, to + column, flat, base + column, stride, ids, factors, first, until)
@@ -176,4 +169,3 @@ def add_bag(
                     else:
                         sums[to + d] += factors[position] * flat[source + d]
         first = until
-    return np.int64(-1)
