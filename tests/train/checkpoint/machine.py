@@ -48,8 +48,9 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.saved = self.folder / "checkpoints"
         self.patches = ExitStack()
         for module in ("format", "save"):
-            blocks = f"recsys.train.checkpoint.{module}.BLOCK_BYTES"
-            self.patches.enter_context(mock.patch(blocks, 700))
+            self.patches.enter_context(
+                mock.patch(f"recsys.train.checkpoint.{module}.BLOCK_BYTES", 700)
+            )
         self.patches.enter_context(warnings.catch_warnings())
         # State may be removed while every row is copied again; the deltas go on.
         warnings.filterwarnings("ignore", "rows could not be copied again")

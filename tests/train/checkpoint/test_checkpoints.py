@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from recsys import load_checkpoint, save_checkpoint
 from recsys.errors import CheckpointError
 from tests.train.checkpoint.trainings import (
     Training,
+    full_disk,
     manifest_of,
     require_equal,
     require_restores,
@@ -47,17 +49,14 @@ def test_random_states_continue(tmp_path):
 
 
 def test_a_full_disk_warns_and_the_next_checkpoint_has_all_rows(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("No space left on device")
-
     training = Training("adagrad", "host")
     with training.saved(tmp_path) as checkpoints:
         training.step(1)
         checkpoints.save(state=1)
         checkpoints.wait()
         training.step(2)
-        with monkeypatch.context() as full_disk:
-            full_disk.setattr("recsys.train.checkpoint.format.PieceWriter.write_rows", fail)
+        with monkeypatch.context() as patch:
+            patch.setattr("recsys.train.checkpoint.format.PieceWriter.write_rows", full_disk)
             checkpoints.save(state=2)
             with pytest.warns(UserWarning, match=r"complete one is 1 .*No space left"):
                 assert checkpoints.wait() == 1
@@ -67,6 +66,17 @@ def test_a_full_disk_warns_and_the_next_checkpoint_has_all_rows(tmp_path, monkey
 
     assert checkpoints.describe()["num_failed"] == 1
     require_restores(training, tmp_path)
+
+
+def test_rows_that_change_after_a_save_are_not_in_its_copy_of_every_row(tmp_path, monkeypatch):
+    training = Training()
+    # The writing thread begins late.
+    monkeypatch.setattr("recsys.train.checkpoint.save.require_space", lambda *_: time.sleep(0.2))
+    with training.saved(tmp_path) as checkpoints:
+        checkpoints.save()
+        training.write(0, seed=0)
+
+    require_restores(Training(), tmp_path)
 
 
 def test_too_little_space_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
@@ -94,17 +104,17 @@ def two(tmp_path):
 )
 def test_a_damaged_file_changes_nothing_and_offers_the_older_one(two, damage):
     pieces = list(manifest_of(two, 2)["pieces"])
-    files = [path for name in pieces for path in (two / name).iterdir()]
     again = Training(seed=1)
     before = again.snapshot()
-    for path in files:
+    for path in [path for name in pieces for path in (two / name).iterdir()]:
         if path.name == "state.pt" and path.parent.name != pieces[-1]:
             continue  # that of an older delta is not needed
         content = path.read_bytes()
         path.unlink() if damage is None else path.write_bytes(damage(content))
 
-        named = f"{path.parent.name}/{path.name}.*load checkpoint 1 "
-        with pytest.raises(CheckpointError, match=named):
+        with pytest.raises(
+            CheckpointError, match=f"{path.parent.name}/{path.name}.*load checkpoint 1 "
+        ):
             load_checkpoint(two, **again.parts)
 
         require_equal(again.snapshot(), before)

@@ -41,9 +41,8 @@ def test_extra_state_is_restored(tmp_path):
 
 
 def test_a_loader_without_a_position_is_refused(tmp_path):
-    loader = torch.utils.data.DataLoader([1])
     with pytest.raises(ConfigError, match="loader"):
-        save_checkpoint(tmp_path, model=nn.Linear(1, 1), loader=loader)
+        save_checkpoint(tmp_path, model=nn.Linear(1, 1), loader=torch.utils.data.DataLoader([1]))
 
 
 def test_an_expanded_buffer_of_one_row_is_restored(tmp_path):
@@ -80,9 +79,7 @@ def test_tensors_whose_names_would_be_equal_are_kept_apart(tmp_path):
     }
     save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=state)
 
-    found = load_checkpoint(tmp_path, model=nn.Linear(1, 1))
-
-    assert repr(found) == repr(state)
+    assert repr(load_checkpoint(tmp_path, model=nn.Linear(1, 1))) == repr(state)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from recsys import load_checkpoint, save_checkpoint
 from recsys.errors import CheckpointError, ConfigError
 from tests.train.checkpoint.trainings import (
     Training,
+    full_disk,
     manifest_of,
     require_only_needed_files,
     require_restores,
@@ -93,9 +94,6 @@ def test_after_files_are_deleted_the_next_but_one_has_every_row(tmp_path, lost):
 
 
 def test_a_new_full_copy_that_fails_is_warned_of_and_deltas_go_on(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("No space left on device")
-
     set_block_bytes(monkeypatch, 500)
     training = Training()
     with (
@@ -106,7 +104,7 @@ def test_a_new_full_copy_that_fails_is_warned_of_and_deltas_go_on(tmp_path, monk
         for number in range(1, 7):
             training.step(number)
             assert save_and_wait(checkpoints) == number
-            monkeypatch.setattr("recsys.train.checkpoint.save.require_space", fail)
+            monkeypatch.setattr("recsys.train.checkpoint.save.require_space", full_disk)
 
     assert {"rows could not be copied again" in str(each.message) for each in caught} == {True}
     assert next(iter(manifest_of(tmp_path, 6)["pieces"])) == "full-00000001"

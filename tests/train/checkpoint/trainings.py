@@ -157,9 +157,19 @@ def save_and_wait(checkpoints, **more):
     return checkpoints.wait()
 
 
+def full_disk(*_):
+    raise OSError("No space left on device")
+
+
 def set_block_bytes(monkeypatch, num_bytes):
-    for module in ("format", "save"):
-        monkeypatch.setattr(f"recsys.train.checkpoint.{module}.BLOCK_BYTES", num_bytes)
+    # Small files then take several reads, and small tables several parts of 64 rows.
+    for name, value in (
+        ("format.BLOCK_BYTES", num_bytes),
+        ("save.BLOCK_BYTES", num_bytes),
+        ("format._READ_BYTES", num_bytes // 4),
+        ("save._LISTED_WORDS", 1),
+    ):
+        monkeypatch.setattr(f"recsys.train.checkpoint.{name}", value)
 
 
 def newest(folder):

@@ -7,14 +7,17 @@ from recsys.datasets.tabular.schema import Negatives
 
 def sampler_of(groups, items, by):
     """All rows are for training."""
-    keys = Negatives(item="item", by=by)
-    return Sampler(np.array(items, np.int32), np.array(groups, np.int32), keys, first_row=1)
+    return Sampler(
+        np.array(items, np.int32),
+        np.array(groups, np.int32),
+        Negatives(item="item", by=by),
+        first_row=1,
+    )
 
 
 def test_a_rare_item_that_is_the_only_choice_is_found():
     """Popularity draws it about once in 3,000 times."""
-    items = [1] * 50_000 + [2]
-    sampler = sampler_of([0] * 50_000 + [1], items, "popularity")
+    sampler = sampler_of([0] * 50_000 + [1], [1] * 50_000 + [2], "popularity")
 
     assert sampler.draw(np.arange(20), np.zeros(20, np.int32)).tolist() == [[2] * 4] * 20
 
@@ -44,8 +47,10 @@ def test_columns_with_one_value_for_each_item_are_found():
 
 def test_bags_are_compared_whole():
     def bags(*lists):
-        flat = np.array([value for bag in lists for value in bag], np.int32)
-        return Bags(flat, np.array([len(bag) for bag in lists], np.int32))
+        return Bags(
+            np.array([value for bag in lists for value in bag], np.int32),
+            np.array([len(bag) for bag in lists], np.int32),
+        )
 
     assert belong([1, 2, 1, 3], bags([0], [], [0], [0, 1]))
     assert not belong([1, 2, 1, 3], bags([0], [], [0, 0], [1]))
@@ -67,3 +72,10 @@ def test_equal_values_are_not_divided_by_their_rounding():
     rule = DenseRule.of("x", "standardize", "error", moments)
 
     np.testing.assert_allclose(rule.apply(np.array([0.1, 1.1])), [0.0, 1.0], atol=1e-7)
+
+
+def test_a_column_is_standardized_once_its_missing_values_are_filled():
+    moments, values = Moments(), np.array([1.0, np.nan])
+    moments.add(values)
+
+    assert DenseRule.of("x", "standardize", 3.0, moments).apply(values).tolist() == [-1, 1]

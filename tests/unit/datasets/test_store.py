@@ -21,9 +21,6 @@ TABLES = {"user": 7, "tag": 4, "item": 9}
 NUM_SAMPLES = 30
 
 
-KEYS = [feature._asdict() for feature in FEATURES]
-
-
 class Expected:
     """The samples that the store of these tests holds, as lists of Python."""
 
@@ -111,8 +108,7 @@ def test_batches_hold_all_features_in_their_order(store, expected):
 
     ids = batch.sparse_features
     assert ids.keys() == ["user", "tags", "item", "history"]
-    ends = ids.offsets().numpy()[1:-1]
-    bags = iter(np.split(ids.values().numpy(), ends))
+    bags = iter(np.split(ids.values().numpy(), ids.offsets().numpy()[1:-1]))
     for name in (each.name for each in FEATURES):
         for sample in samples:
             assert next(bags).tolist() == expected.rows[sample][name]
@@ -176,8 +172,9 @@ def test_integers_are_read_as_their_logarithms(tmp_path):
     expected = np.log(store.dense[samples].astype(np.float32) + 1)
     np.testing.assert_array_equal(batch.dense_features, expected)
     for column, key in enumerate(["cat_0", "cat_1", "cat_2"]):
-        rows = batch.sparse_features[key].values()
-        np.testing.assert_array_equal(rows, store.sparse[samples, column])
+        np.testing.assert_array_equal(
+            batch.sparse_features[key].values(), store.sparse[samples, column]
+        )
 
 
 def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, expected, monkeypatch):
@@ -191,6 +188,21 @@ def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, expected, monkey
             finish(writer)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_of_a_store_are_flushed_before_its_name_appears_and_the_name_after_it(
+    tmp_path, monkeypatch
+):
+    path, is_there = tmp_path / "store", {}
+    monkeypatch.setattr(
+        "recsys.datasets.store_writer.flush_to_disk",
+        lambda flushed: is_there.update({flushed.name: path.exists()}),
+    )
+    with new_writer(path) as writer:
+        finish(writer)
+
+    names = [".store.partial", *(file.name for file in path.iterdir())]
+    assert is_there == dict.fromkeys(names, False) | {tmp_path.name: True}
 
 
 def test_a_folder_that_a_killed_writer_left_is_named(tmp_path):
@@ -258,7 +270,7 @@ def test_a_damaged_file_is_refused_by_name(store, name, damage):
     [
         {"schema": {"label": "buy"}},
         {"encoding": "another hash"},
-        {"features": [{**entry, "name": f"{entry['name']}_"} for entry in KEYS]},
+        {"features": [each._asdict() | {"name": f"{each.name}_"} for each in FEATURES]},
         {"ranking": {"item": "user", "item_features": ["item"]}},
         {"sources": [{"sha256": "0" * 64}]},
         {"convention": "torchrec"},
