@@ -498,7 +498,9 @@ def _verdict(record: Mapping[str, Any]) -> str:
     found = [entry for entry in differences if entry["metric"] in ("auc", "recall_at_k")]
     if not found:
         return ""
-    best = max(found, key=lambda entry: (entry["metric"] == "auc", entry["mean"]))
+    best = max(
+        found, key=lambda entry: (entry["metric"] == "auc", (entry["low"] or 0) > 0, entry["mean"])
+    )
     title, baseline = column_title(best["metric"], record["config"]), best["baseline"]
     if best["low"] is None:
         return f"No variation won: with one seed each, nothing tells {title} from chance."
@@ -719,14 +721,17 @@ def draw_curves(curves: _Curves) -> bytes:
     height = 2.5 * len(curves) + 0.2 * sum(map(len, curves.values()))
     figure = Figure((6.5, height), layout="constrained")
     axes = figure.subplots(len(curves), squeeze=False).flat
+    names = list(dict.fromkeys(name for named in curves.values() for name in named))
+    handles = {}
     for axis, (title, named) in zip(axes, curves.items(), strict=True):
         for name, (samples, values) in named.items():
             marker = "o" if len(samples) < _FEW else ""  # no line leads to a single point
-            axis.plot(samples, values, marker=marker, markersize=3, label=name)
+            color = f"C{names.index(name)}"  # the same in all pictures, which have one legend
+            (handles[name],) = axis.plot(samples, values, color=color, marker=marker, markersize=3)
         axis.set(xlabel="samples", ylabel=title)
         axis.xaxis.set_major_formatter(EngFormatter())
         axis.grid(alpha=0.3)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left")
+    figure.legend(handles.values(), handles, loc="outside lower left")
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()

@@ -4,7 +4,7 @@
     flush           write changed rows in slots back; they stay in their slots
     take_changed    which rows were changed since the last call
     read, gather    copy rows, also in another thread
-    restoring       a context in which rows and state are overwritten by `write` and `scatter`
+    begin_restoring  before `write` and `scatter` overwrite rows and state
 
 Letters: E rows of a table, M rows.
 """
@@ -104,7 +104,7 @@ class SavedTable:
         return array[torch.from_numpy(rows).to(array.device)].cpu()
 
     def write(self, name: str, begin: int, values: Tensor) -> None:
-        """Overwrite consecutive rows; only while `SavedTables.restoring`.
+        """Overwrite consecutive rows; only after `begin_restoring`.
 
         Args:
             name: Name of the array.
@@ -123,7 +123,7 @@ class SavedTable:
             array[begin:end] = values.view(-1, *array.shape[1:])
 
     def scatter(self, name: str, rows: NDArray[Any], values: Tensor) -> None:
-        """Overwrite some rows; only while `SavedTables.restoring`.
+        """Overwrite some rows; only after `begin_restoring`.
 
         Args:
             name: Name of the array.
@@ -141,7 +141,7 @@ class SavedTable:
 
     @lasting_tensors()
     def make_array(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A state array of zeros, in the optimizer's state; only while `SavedTables.restoring`.
+        """A state array of zeros, in the optimizer's state; only after `begin_restoring`.
 
         An array that exists already is set to zeros.
 

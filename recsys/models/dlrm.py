@@ -147,23 +147,6 @@ class DLRMTrain(nn.Module):
             )
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
-    def loss_of(
-        self, dense_features: Tensor, embedded_sparse: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The dense part of an `AbstractPooledModel`: what `forward` computes after the lookups.
-
-        Args:
-            dense_features: Dense features, (B, I).
-            embedded_sparse: Results of `sparse_arch`, (B, F, D).
-            labels: Labels, (B,).
-
-        Returns:
-            The loss, (), and the logits, (B,).
-        """
-        model = cast("AbstractPooledModel", self.model)
-        logits = model.head(model.dense_arch(dense_features), embedded_sparse).squeeze(-1)
-        return self.loss_fn(logits, labels.float()), logits
-
 
 def initialize_classic(module: nn.Module) -> None:
     """Initialize linear layers as facebookresearch/dlrm does, from torch's default generator.

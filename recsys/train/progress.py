@@ -35,8 +35,9 @@ class Progress:
     before the model trains on it. An evaluation writes a history line of its own, and does not
     start a new report interval.
 
-    What is planned by steps goes by full steps: those that a run without skipping needs for the
-    same samples. A run that skips makes fewer steps, and how many is not known beforehand.
+    Evaluations and learning rates go by full steps: those that a run without skipping needs for
+    the same samples. A run that skips makes fewer steps, and how many is not known beforehand.
+    Checkpoints go by the steps that were made.
 
     Args:
         folder: Folder of the history.

@@ -159,7 +159,7 @@ class Recommender:
         for begin in range(0, len(groups), _USERS_AT_ONCE):
             chosen = groups[begin : begin + _USERS_AT_ONCE]
             of_users = [samples[group] for group in chosen.tolist()]
-            scores, rows = self._best(of_users, k, with_seen=with_seen)
+            scores, rows = self._best(of_users, min(k, self._items.num_rows), with_seen=with_seen)
             is_item = np.isfinite(scores)
             asker, position = np.nonzero(is_item)
             arrays = [

@@ -5,6 +5,7 @@
         run.json           configuration, environment, data, metrics, throughput, stages, memory
         model.safetensors  the final state_dict, readable without this library; missing if
                            `save_model` is false
+        best-N.safetensors while early stopping may keep the weights of step N
         checkpoints/       the newest checkpoint and the one before, from which the run continues
 
 All but `history.jsonl` and the checkpoints are written atomically. PyTorch is imported when a model
@@ -127,8 +128,9 @@ class RunFolder:
         self.record_file.unlink(missing_ok=True)
         self.write_config(config)
         if self.history_file.is_file():
-            # A power failure may have shortened it, and truncating must not make it longer.
-            os.truncate(self.history_file, min(history_bytes, self.history_bytes()))
+            # A power failure may have cut it inside a line.
+            kept = self.history_file.read_bytes()[:history_bytes]
+            os.truncate(self.history_file, kept.rfind(b"\n") + 1)
 
     def write_config(self, config: TrainConfig) -> None:
         """Write `config.toml`."""
@@ -261,12 +263,12 @@ class RunFolder:
 
         if file is None:
             self.require_model()
+            file = self.model_file
         try:
-            saved: Any = safe_open(file or self.model_file, "pt")
+            saved: Any = safe_open(file, "pt")
         except SafetensorError as error:
             raise ConfigError(
-                f"{file or self.model_file} is damaged ({error}); remove {self.path} and train "
-                "again"
+                f"{file} is damaged ({error}); remove {self.path} and train again"
             ) from error
         state, tied = model.state_dict(), tied_names(model)
         with saved:
@@ -280,7 +282,7 @@ class RunFolder:
             if found != expected:
                 key = min(key for key in found | expected if found.get(key) != expected.get(key))
                 raise ConfigError(
-                    f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
+                    f"{file} does not fit the model: {key} is {found.get(key)} in the "
                     f"file and {expected.get(key)} in the model; {hint}"
                 )
             mapped = {

@@ -3,7 +3,8 @@
 the parts are built          `Trainer.__init__`
 a step ends                  `Trainer._after_step`
 the model is evaluated       `Trainer._evaluate_if_due`, and after the last step `_finish`;
-                             AUC is computed in `recsys/train/metrics.py`
+                             AUC is computed in `recsys/_support/auc.py`, for
+                             `recsys/train/metrics.py`
 a checkpoint is cut          `Trainer.save_checkpoint`, when `_is_checkpoint_due`
 what may differ on resume    `recsys/train/resume.py`
 """
@@ -51,7 +52,6 @@ from recsys.train.build import (
 )
 from recsys.train.callbacks import Callback, RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint import Checkpoints
-from recsys.train.checkpoint.format import read_manifest, read_state
 from recsys.train.checkpoint.restore import EVERYTHING, Contents, errors_of_state, restore
 from recsys.train.evaluate import (
     INIT_FROM_NEEDS,
@@ -530,19 +530,18 @@ class Trainer:
             CheckpointError: it is damaged, or of another model.
             ConfigError: it is of other data.
         """
-        folder = self._checkpoints_folder
-        with errors_of_state():
-            first = read_manifest(folder, number).deltas[0]
-            known = read_state(folder, first, is_mapped=True)["state"]["state"]["data"]
-        if known != self.source.fingerprint:
-            raise ConfigError(
-                f"{self.run_dir} was trained on other data: the fingerprint was {known!r} then and "
-                f"is {self.source.fingerprint!r} now; name the data of the run, or go on with "
-                "other data in a new run by --set "
-                f"{as_argument(f'init_from={self.run_dir}')}"
-            )
+
+        def require(saved: dict[str, Any]) -> None:
+            if (known := saved["state"]["data"]) != self.source.fingerprint:
+                raise ConfigError(
+                    f"{self.run_dir} was trained on other data: the fingerprint was {known!r} then "
+                    f"and is {self.source.fingerprint!r} now; name the data of the run, or go on "
+                    "with other data in a new run by --set "
+                    f"{as_argument(f'init_from={self.run_dir}')}"
+                )
+
         contents = Contents(self.saved, self.optimizers, self.share)
-        state = restore(folder, contents, number)["state"]
+        state = restore(self._checkpoints_folder, contents, number, require)["state"]
         with errors_of_state(f"checkpoint {number}"):
             for name, part in self._parts.items():
                 part.load_state_dict(state[name])

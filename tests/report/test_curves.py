@@ -41,15 +41,17 @@ def test_training_is_smoothed_without_being_shifted(figure_of_run):
     history = [
         entry | {"train_auc": 0.5 if not step else None} for step, entry in enumerate(history)
     ]
-    history[0]["validation"] = {"logloss": 0.6, "auc": 0.7}
+    history[0]["validation"] = {"logloss": 0.6, "auc": 0.7, "recall_at_k": 0.1}
+    history[0]["validation"] |= {"item_knn_recall_at_k": 0.2}
 
-    loss, auc = figure_of_run(history).axes
+    loss, auc, recall, _ = figure_of_run(history).axes
 
     smooth, validation = loss.lines
     inner = smooth.get_ydata()[4:-4]
     assert inner == pytest.approx([0.8 - 0.01 * step for step in range(4, 16)], abs=0.03)
     assert validation.get_xydata().tolist() == [[0, 0.6]]
     assert auc.lines[0].get_ydata()[0] == 0.5
+    assert recall.lines[0].get_color() == validation.get_color() != smooth.get_color()
     assert loss.xaxis.get_major_formatter()(2_000_000) == "2 M"
 
 

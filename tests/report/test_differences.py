@@ -100,13 +100,20 @@ def test_times_and_rates_have_ratios_and_qualities_differences():
 
 
 @pytest.mark.parametrize(
-    ("aucs", "winner"),
-    [([0.71, 0.711], "drop"), ([0.69, 0.689], "none"), ([0.75, 0.66], None), ([0.71], None)],
+    ("aucs", "others", "winner"),
+    [
+        ([0.71, 0.711], [0.65, 0.85], "drop"),
+        ([0.69, 0.689], [], "none"),
+        ([0.75, 0.66], [], None),
+        ([0.71], [], None),
+    ],
 )
-def test_a_variation_wins_if_the_interval_of_its_auc_lies_above_the_baseline(aucs, winner):
-    cells = [cell_of("none", seed, auc=0.7) for seed in range(len(aucs))]
-    cells += [cell_of("drop", seed, auc=auc) for seed, auc in enumerate(aucs)]
-    config = CONFIG | {"seeds": list(range(len(aucs)))}
+def test_a_variation_wins_if_the_interval_of_its_auc_lies_above_the_baseline(aucs, others, winner):
+    found = {"none": [0.7 for _ in aucs], "drop": aucs, "wide": others}
+    cells = [
+        cell_of(name, seed, auc=auc) for name, of in found.items() for seed, auc in enumerate(of)
+    ]
+    config = CONFIG | {"seeds": list(range(len(aucs))), "variations": {key: {} for key in found}}
 
     verdict, *_ = format_ablation(record_of(cells, config)).split("\n")
 

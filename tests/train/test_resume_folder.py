@@ -173,16 +173,17 @@ def test_data_may_move_but_not_change(small_config, raw_line, tmp_path, stop_at,
     assert run(moved, tmp_path / "run", resume=True)["status"] == "finished"
 
 
+@pytest.mark.parametrize("name", ["block-00000.safetensors", "state.pt"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
-    small_config, tmp_path, kill_at
+    small_config, tmp_path, kill_at, name
 ):
     config = small_config(*SETTINGS)
     run(config, tmp_path / "whole")
     kill_at(13, config)
-    block = next((tmp_path / "run" / "checkpoints" / "delta-00000003").iterdir())
-    content = bytearray(block.read_bytes())
+    file = tmp_path / "run" / "checkpoints" / "delta-00000003" / name
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    block.write_bytes(content)
+    file.write_bytes(content)
     files = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json*")}
 
     with pytest.raises(CheckpointError, match=r"delta-00000003/.*load checkpoint 2 "):

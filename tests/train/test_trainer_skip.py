@@ -145,8 +145,7 @@ def test_learning_rates_go_by_the_samples_seen(skip_config, tmp_path, monkeypatc
     found = []
 
     def note(trainer):
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        found.append((trainer.progress.num_samples, rate))
+        found.append((trainer.progress.num_samples, trainer.optimizers[0].param_groups[0]["lr"]))
 
     before_each(monkeypatch, "recsys.train.trainer:Trainer._set_rates", note)
     settings = ("epochs=1", "lr_schedule.decay=linear", "checkpoint.every_steps=0")

@@ -422,8 +422,8 @@ class RowMaker:
 class Encoder:
     """Encodes raw rows by the vocabularies of a store, as its own rows were, to predict them.
 
-        encoder = Encoder(store, paths)
-        for batch in encoder.files.batches():
+        encoder = Encoder(store)
+        for batch in encoder.files(paths).batches():
             scores = model(encoder.encode(batch).as_batch())
 
     Values that the store's training part did not have, or had too rarely, get row 0 of their table
@@ -479,8 +479,8 @@ class Encoder:
     def encode(self, batch: pa.RecordBatch) -> StoreRows:
         """Encode a block of rows.
 
-        Labels are None if the files lack their column, and `NO_LABEL` where they are missing.
-        Weights, groups and times are None.
+        There are no labels if the files lack their column, and `NO_LABEL` where one is missing;
+        and no weights, groups and times.
 
         Args:
             batch: A batch of `files`, or of `Frames` of the schema.

@@ -347,7 +347,9 @@ class _Guess:
         chosen = self.facts.get(label) or self._find(
             _LABELS, lambda facts: facts.is_binary or facts.kind in ("integer", "number")
         )
-        if chosen is not None:
+        if chosen is not None and item and not label:
+            self.reasons[chosen.name] = "named like a label, but --item says that there is none"
+        elif chosen is not None:
             rule = {} if chosen.is_binary else {"positive": _positive(chosen)}
             self.tree |= rule
             why = "named by --label" if label else "by its name"
@@ -478,8 +480,9 @@ class _Guess:
                 del tree[kind][name]
                 self.reasons[name] = "belongs to the item, and a negative would keep it"
         tree["negatives"] = {"item": self.item, "item_columns": others}
-        self.key_reasons["negatives"] = "items that are not the group's" + (
-            f"; {', '.join(others)} change with the item" if others else ""
+        self.key_reasons["negatives"] = (
+            "items that are not the group's; add per_positive = 0 for sasrec and two_tower"
+            + f"; {', '.join(others)} change with the item" * bool(others)
         )
 
     def _choose_event(self, event: _Facts) -> None:

@@ -123,7 +123,12 @@ def load_checkpoint(
     return found["state"]
 
 
-def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
+def restore(
+    folder: Path,
+    contents: Contents,
+    number: int | None = None,
+    require: Callable[[Any], object] = lambda state: None,
+) -> Any:
     """Restore a model, its optimizers and the random states.
 
     Args:
@@ -131,6 +136,7 @@ def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
         contents: The model, built as for the run that was saved; budget, tier and device may
             differ.
         number: Number of the checkpoint; None for the newest complete one.
+        require: Called with the result before anything is restored; may refuse it.
 
     Returns:
         The state that was given to `Checkpoints.save`, with what it adds.
@@ -142,6 +148,7 @@ def restore(folder: Path, contents: Contents, number: int | None = None) -> Any:
         manifest, pieces = read_checkpoint(folder, number)
         tables, deltas, share = whole_tables(manifest, pieces), manifest.deltas, contents.share
         of_random = saved = read_state(folder, deltas[0])
+        require(saved["state"])
         if share.num_ranks == len(deltas):
             of_random = read_state(folder, deltas[share.rank])
         optimizers = contents.require_same(

@@ -286,9 +286,11 @@ def test_data_without_a_label_needs_a_group_and_an_item(tmp_path):
     columns = {"who": columns["user"], "what": columns["item"]}
 
     assert "--group" in refused("inspect", write_csv(tmp_path, columns))
+    columns["rating"] = [row % 5 for row in range(len(columns["who"]))]
     tree = draft(tmp_path, columns, "--group", "who", "--item", "what")
 
     assert (tree["group"], tree["negatives"]["item"]) == ("who", "what")
+    assert "rating" not in str(tree)
 
 
 @pytest.mark.parametrize("order", ["click", "user"])

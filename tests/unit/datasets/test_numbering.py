@@ -24,8 +24,7 @@ def test_a_numbering_that_does_not_grow_knows_only_its_values(kind):
 
 
 def test_many_values_keep_their_numbers_while_the_table_grows():
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(0, 30_000, 60_000)
+    drawn = np.random.default_rng(0).integers(0, 30_000, 60_000)
     texts, integers = Numbers("x"), Numbers("x", np.int64)
     for start in range(0, len(drawn), 7_000):
         block = drawn[start : start + 7_000]

@@ -163,8 +163,7 @@ def test_tables_in_two_tiers_train_like_those_on_the_cpu(
     claims = []
     for number, bags in enumerate(batches):
         twins.tables.fetcher.begin(claims.pop(0) if claims else None)
-        factors = torch.randn(B, twins.on_cpu.width, generator=twins.generator)
-        twins.backward(bags, factors)
+        twins.backward(bags, torch.randn(B, twins.on_cpu.width, generator=twins.generator))
         if number == 4:
             claims = []  # mini-batches that were claimed may be dropped
         elif num_ahead:

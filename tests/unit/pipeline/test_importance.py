@@ -93,9 +93,8 @@ def test_a_version_holds_from_32_mini_batches_later_on_for_the_share_of_the_guar
 
 
 def test_probabilities_sum_to_what_is_kept():
-    scores = np.array([0.01, 0.2, 0.5, 0.9, np.nan, 0.3])
 
-    found = keep_probabilities(scores, 0.4, 0.1)
+    found = keep_probabilities(np.array([0.01, 0.2, 0.5, 0.9, np.nan, 0.3]), 0.4, 0.1)
 
     assert found.sum() == pytest.approx(3.6, abs=1e-4)
     assert (found[0], found[4]) == (0.1, 1)

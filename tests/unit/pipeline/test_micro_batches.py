@@ -71,9 +71,8 @@ def test_every_kind_of_mini_batch_is_taken_apart_and_joined():
 def test_features_of_torchrec_are_joined():
     pytest.importorskip("torchrec")
     whole = some_ids().to_torchrec()
-    parts = [select_samples(whole, samples, 3) for samples in PARTS]
 
-    joined = concatenate(parts, "skip=test")
+    joined = concatenate([select_samples(whole, samples, 3) for samples in PARTS], "skip=test")
 
     assert joined.keys() == ["a", "b"]
     assert bags_of(joined) == bags_of(select_samples(whole, torch.cat(PARTS), 3))

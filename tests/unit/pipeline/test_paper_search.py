@@ -6,9 +6,8 @@ from recsys.pipeline.skip.paper import search_threshold
 
 
 def test_first_threshold_is_tried_first_and_then_halves_the_interval():
-    levels = np.array([0.001, 0.002, 0.003, 0.9])
 
-    found = search_threshold(levels, Paper(target=0.5, tolerance=0.1))
+    found = search_threshold(np.array([0.001, 0.002, 0.003, 0.9]), Paper(target=0.5, tolerance=0.1))
 
     # 0.05, 0.025, 0.0125, 0.00625, 0.003125 (three of four), 0.0015625 (one), 0.00234375 (two)
     assert found == (pytest.approx(0.00234375), 7, 0.5, True)

@@ -34,8 +34,7 @@ def join(first, second):
 
 
 def guard_labels():
-    labels = torch.tensor([0.5, 1])
-    QualityGuard(Guard()).add(0, torch.zeros(2), labels)
+    QualityGuard(Guard()).add(0, torch.zeros(2), torch.tensor([0.5, 1]))
 
 
 def refill(chosen, batch):

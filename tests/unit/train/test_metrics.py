@@ -104,8 +104,7 @@ def test_logits_of_any_size_have_finite_losses_and_exact_calibrations(logit):
 
     softplus = np.logaddexp(0, logit)
     assert found["logloss"] == pytest.approx(softplus - logit / 4, rel=1e-12)
-    expected = 4 * math.exp(logit - softplus)
-    assert found["calibration"] == pytest.approx(expected, rel=1e-12, abs=0)
+    assert found["calibration"] == pytest.approx(4 * math.exp(logit - softplus), rel=1e-12, abs=0)
 
 
 def test_labels_that_agree_leave_open_what_has_no_meaning():

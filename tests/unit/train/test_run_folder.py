@@ -34,6 +34,8 @@ def test_a_history_is_read_as_written_without_a_line_that_was_cut_off(tmp_path):
     folder.history_file.write_text(whole[:-4])
 
     assert folder.read_history() == [{"num_samples": 1, "a": [None, 1.0], "b": {"c": None}}]
+    folder.continue_run(TrainConfig(), len(whole))
+    assert folder.history_file.read_text() == whole[: whole.index("\n") + 1]
     for line in ('{"num_samples": ', "[" * 90_000, "[]"):
         folder.history_file.write_text(f"{whole}{line}\n")
         with pytest.raises(ConfigError, match=r"history\.jsonl line 3"):
