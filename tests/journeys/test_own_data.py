@@ -90,9 +90,12 @@ def test_pairs_become_recommendations_that_beat_popular_items(pytestconfig, tmp_
     write(tmp_path / "pairs.csv", pairs)
     text = (pytestconfig.rootpath / "README.md").read_text()
     [commands] = re.findall(r"```sh\n(recsys inspect pairs.*?)```", text, re.DOTALL)
-    inspect, prepare, train, recommend = (line.split()[1:] for line in commands.splitlines())
+    lines = commands.replace("\\\n", "").splitlines()
+    inspect, prepare, train, recommend = (line.split()[1:] for line in lines)
 
-    (tmp_path / "schema.toml").write_text(recsys(*inspect[: inspect.index(">")]))
+    schema = recsys(*inspect[: inspect.index(">")])
+    schema = re.sub(r"^\[negatives\].*$", r"\g<0>\nper_positive = 0", schema, flags=re.MULTILINE)
+    (tmp_path / "schema.toml").write_text(schema)
     recsys(*prepare)
     recsys(
         *train, *options("model.embedding_dim=16", "batch_size=64", "epochs=10", "num_threads=1")
