@@ -488,6 +488,15 @@ TABLES: dict[str, Table | Headlines | Policies] = {
             ("times training (95 %)", "predict", "speed_over_training", _ratio),
             ("its memory, MiB", "predict", "peak_memory", _MIB),
         ],
+        lambda keys: "tables" in keys,
+    ),
+    "ranking": Table(
+        "predict.json",
+        "All {items} items ranked for {groups} groups, models of the default sizes, D={D}; median "
+        "of {rounds} runs; {machine}.",
+        {"model": "model"},
+        [("seconds", "recsys", "time", _number(1))],
+        lambda keys: "items" in keys,
     ),
     "checkpoints": Table(
         "checkpoints.json",
