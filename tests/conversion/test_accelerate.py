@@ -119,8 +119,7 @@ def test_restore_puts_the_same_objects_back_with_rows_and_hooks_as_they_are():
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_restore_keeps_what_was_set_on_the_replacements():
     model = Holder(a=bag(), b=nn.Embedding(5, 2))
-    optimizer = sgd(model)
-    recsys.accelerate(model, optimizer=optimizer, always=True)
+    recsys.accelerate(model, optimizer=sgd(model), always=True)
     called = []
     for each in (model.a, model.b):
         each.register_full_backward_hook(lambda module, *_: called.append(type(module)))

@@ -109,8 +109,7 @@ def test_rows_that_move_otherwise_are_found_and_named(monkeypatch, dtype):
     assert "Mismatched elements" in first.error
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.step = 1
-    steps = {each.step for each in report.differences if each.what == "row"}
-    assert steps == set(range(6))
+    assert {each.step for each in report.differences if each.what == "row"} == set(range(6))
     assert {each.what for each in report.differences} == {"row"}
 
 

@@ -87,8 +87,7 @@ def test_the_commands_parse_and_their_settings_are_accepted(page):
     for line in [*(line.removeprefix("recsys ") for line in lines), *inline]:
         options = parser.parse_args(shlex.split(line))
         if options.command == "train":
-            config = load_config(None, options.set, data="store")
-            assert config.batch_size in (128, 1024)
+            assert load_config(None, options.set, data="store").batch_size in (128, 1024)
 
 
 def test_the_recipe_that_is_spelled_out_is_the_default(page):

@@ -74,8 +74,7 @@ def test_logits_follow_from_the_vectors_of_dense_and_sparse_features(kind):
 
     assert [each.shape for each in vectors] == [(6, 4), (6, 3, 4)]
     assert torch.equal(model.head(*vectors), model(batch.dense_features, batch.sparse_features))
-    nothing = model.head(*(each[:0] for each in vectors))
-    assert nothing.shape == (0, 1)
+    assert model.head(*(each[:0] for each in vectors)).shape == (0, 1)
 
 
 @KINDS

@@ -31,8 +31,7 @@ class Model(nn.Module):
         self.layer = nn.Linear(sum(table.embedding_dim for table in tables), 1)
 
     def forward(self, batch):
-        pooled = self.embeddings(batch.sparse_features).values()
-        predictions = self.layer(pooled).squeeze(1)
+        predictions = self.layer(self.embeddings(batch.sparse_features).values()).squeeze(1)
         return (predictions - batch.labels).square().mean(), predictions.detach()
 
 

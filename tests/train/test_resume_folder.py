@@ -115,7 +115,7 @@ def test_without_checkpoints_ctrl_c_writes_none_and_a_finished_run_is_not_contin
 FAE = CASES["fae"]
 
 
-@pytest.mark.slow(but=("batch_size=32", "epochs=1", "schedule=fae"))
+@pytest.mark.slow(but=("batch_size=32", "epochs=1", "schedule=fae", "model.pooling.cat_1=mean"))
 @pytest.mark.parametrize(
     ("before", "after"),
     [

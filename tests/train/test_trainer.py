@@ -107,20 +107,26 @@ def test_auto_measures_and_chooses_a_schedule(small_config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "steps"),
+    ("settings", "steps", "num_judged"),
     [
-        (("eval.every_steps=4",), [4, 8, 12]),
-        (("batch_size=8", "eval.every_steps=7", "eval.max_samples=20"), [*range(7, 225, 7)]),
-        (("batch_size=600", "epochs=2"), [1, 2, 3, 4, 5]),
+        (("eval.every_steps=4",), [4, 8, 12], 150),
+        (
+            ("batch_size=8", "eval.every_steps=7", "eval.max_samples=20", "eval.batch_size=16"),
+            [*range(7, 225, 7)],
+            20,
+        ),
+        (("batch_size=600", "epochs=2"), [1, 2, 3, 4, 5], 150),
     ],
 )
 def test_a_history_covers_every_step_once_and_evaluates_when_asked_to(
-    small_config, tmp_path, settings, steps
+    small_config, tmp_path, settings, steps, num_judged
 ):
     record = run(small_config(*settings), tmp_path / "run")
 
     lines, last = history(tmp_path / "run"), record["throughput"]["num_steps"]
-    assert [line["step"] for line in lines if "validation" in line] == [*steps, last]
+    judged = [line for line in lines if "validation" in line]
+    assert [line["step"] for line in judged] == [*steps, last]
+    assert {line["validation"]["num_samples"] for line in judged[:-1]} == {num_judged}
     assert set(lines[-1]) >= {"validation", "test", "step"}
     ends = [line["step"] for line in lines if "train_loss" in line]
     assert (ends[-1], len(ends)) == (last, min(last, 100))

@@ -58,8 +58,7 @@ def top_shares(counts):
 def test_a_sample_is_the_same_in_any_batch_and_order(kaggle, samples):
     _, everything, ids_FB = kaggle
 
-    few = SyntheticCriteo(num_samples=max(samples) + 7)  # however many there are
-    batch = few.read(np.array(samples))
+    batch = SyntheticCriteo(num_samples=max(samples) + 7).read(np.array(samples))
 
     assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
     assert batch.sparse_features.keys() == [f"cat_{column}" for column in range(26)]

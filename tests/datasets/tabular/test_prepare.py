@@ -10,7 +10,7 @@ import torch
 from recsys.datasets import Schema, Store, prepare_table, write_store
 from recsys.errors import DatasetFormatError
 from tests.commands import refused
-from tests.datasets.tabular.decoded import ALL_TRAIN, vocabularies_of
+from tests.datasets.tabular.decoded import ALL_TRAIN, rows_of, vocabularies_of
 
 CLICKS = {
     "label": "click",
@@ -179,8 +179,7 @@ def test_stores_have_one_encoding_if_their_features_are_made_alike(tmp_path):
     assert len({own, *others}) == 1 + len(changes) + 1
     assert encoding({"missing_values": ["NA"]}, frame) == own
     assert encoding({"weight": "w"}, frame.assign(w=2.0)) == own
-    other_tests = pd.concat([frame[:48], clicks(8, seed=9)])
-    assert encoding({}, other_tests) == own
+    assert encoding({}, pd.concat([frame[:48], clicks(8, seed=9)])) == own
 
 
 def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path, monkeypatch):
@@ -229,3 +228,12 @@ def test_text_labels_are_made_0_and_1_by_a_rule(tmp_path, kind):
     assert write(frame, "store", schema=schema).labels.tolist() == [1, 0, 0, 0, 1, 0]
     new = frame.assign(bought=["no", "yes"] * 3)
     assert write(new, "like", like=tmp_path / "store").labels.tolist() == [0, 1] * 3
+
+
+def test_histories_are_of_one_group_and_count_no_value_twice(tmp_path, files):
+    rows = {"user": list("aabb"), "item": [3, 3, 5, 6], "ts": [0, 7, 7, 8], "click": [1] * 4}
+    tree = {"group": "user", "timestamp": "ts", "label": "click"}
+    tree |= {"categorical": {"item": {"values": "integer", "min_count": 2}}}
+    tree |= {"history": {"recent": {"of": "item", "where": {"kind": ["buy"]}}}}
+    frame = pd.DataFrame(rows | {"kind": ["buy"] * 4})
+    assert rows_of(files(frame), tree, tmp_path)["recent"] == [[], [3], [], [None]]

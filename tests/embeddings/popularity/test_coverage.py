@@ -21,8 +21,7 @@ def expected_coverage(store, num_rows, counted, measured):
     sizes = np.array(list(store.table_sizes.values()))
     rows_BF = np.asarray(store.sparse, np.int64) + np.cumsum(sizes) - sizes
     counts = np.bincount(rows_BF[counted].reshape(-1), minlength=sizes.sum())
-    seen = np.flatnonzero(counts)
-    hot = sorted(seen, key=lambda row: (-counts[row], row))[:num_rows]
+    hot = sorted(np.flatnonzero(counts), key=lambda row: (-counts[row], row))[:num_rows]
     is_hot = np.isin(rows_BF[measured], hot)
     distinct = np.unique(rows_BF[measured])
     return {

@@ -32,8 +32,7 @@ class Summed(nn.Module):
         self.reduce, self.seen = reduce, []
 
     def forward(self, batch):
-        pooled = self.dropout(self.bag(batch.ids))
-        predictions = self.layer(pooled).squeeze(1)
+        predictions = self.layer(self.dropout(self.bag(batch.ids))).squeeze(1)
         self.seen.append((self.training, len(predictions), torch.random.get_rng_state()))
         loss = self.reduce((predictions - batch.labels).square(), self)
         return loss, {"loss": loss.detach(), "mean": predictions.detach().mean()}
