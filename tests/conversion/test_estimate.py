@@ -174,8 +174,7 @@ def test_the_least_budget_is_enough_and_a_byte_less_is_not():
 
 
 def test_a_terabyte_is_estimated_without_its_memory():
-    sizes = dict.fromkeys(("users", "goods"), (10**9, 128))
-    model = bags_on("meta", sizes=sizes)
+    model = bags_on("meta", sizes=dict.fromkeys(("users", "goods"), (10**9, 128)))
     options = {"optimizer": RowWiseAdagrad(lr=0.1), "cold_tier": "file", "device": "cuda"}
 
     told = recsys.estimate(model, "40GiB", **options)

@@ -129,8 +129,7 @@ def test_tensors_with_two_names_are_saved_once_loaded_and_exported(config_of, na
     assert len(model) < {"Tied": 9, "Towers": 10}[name]
     assert evaluated(RUN) == record["metrics"]
     (RUN / "run.json").unlink()
-    resumed = run(config, resume=True)
-    assert resumed["metrics"] == record["metrics"]
+    assert run(config, resume=True)["metrics"] == record["metrics"]
     require_equal(load_model(RUN), model)
     recsys("export", RUN, "--to", "torch-export", "--out", "program.pt2")
     export_run_checkpoint(RUN, "checkpoint.safetensors")

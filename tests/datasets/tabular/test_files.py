@@ -152,7 +152,8 @@ def test_types_of_parquet_are_read_by_the_schema(tmp_path, keys, columns, expect
     assert {name: found[name] for name in expected} == expected
 
 
-def test_files_are_read_in_order_and_hashed(tmp_path):
+def test_files_are_read_in_order_and_hashed(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.datasets.tabular.read._CHUNK_BYTES", 64)
     folder = tmp_path / "files"
     first = write(folder, "y,c", "1,b", name="2.csv")
     second = write(folder, "c,y", "a,0", name="1.csv")

@@ -137,11 +137,12 @@ def test_rows_like_a_store_need_the_column_of_its_split_only_to_train_on(tmp_pat
 
 
 def test_a_vocabulary_names_the_value_of_each_row(tmp_path):
-    frame = pd.DataFrame({"click": [1, 0, 1, 1], "site": ["b", "ä", None, "b"], "n": [7, 7, 8, 9]})
+    sites = ["b", "ä", None, "b", "ä", "c"]
+    frame = pd.DataFrame({"click": [1, 0] * 3, "site": sites, "n": [7, 7, 8, 9, 10, 11]})
     tree = {
         "label": "click",
         "categorical": {
-            "site": {"missing": "own"},
+            "site": {"missing": "own", "max_rows": 4},
             "n": {"values": "integer", "min_count": 2},
             "hashed": {"numbering": "hash", "num_rows": 5},
         },
