@@ -221,7 +221,8 @@ def _train_apart(
 
     def send_on(number: int, _: object) -> None:
         signals.append(number)
-        os.kill(process.ident or 0, number)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(process.ident or 0, number)
 
     before = {number: signal.signal(number, send_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
