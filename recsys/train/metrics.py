@@ -62,6 +62,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from recsys._support.auc import (
     are_positive,
@@ -85,7 +86,7 @@ __all__ = [
 class MetricsAccumulator:
     """Collects logits and labels, and computes their metrics.
 
-    It keeps 5 bytes a sample. `result` uses about 25 more for a while, and 75 with groups.
+    It keeps 5 bytes a sample. `result` uses about 25 more for a while, and 80 with groups.
     """
 
     def __init__(self) -> None:
@@ -163,30 +164,20 @@ def evaluate_groups(
     Shape:
         scores (N,), no NaN, higher for more likely; labels (N,) 0 or 1; groups (N,) integers.
     """
-    order = np.lexsort((scores, groups))
-    scores, labels, groups = scores[order], labels[order], groups[order]
-    # A tie is a run of samples with equal group and equal score.
-    starts_group = np.append(True, groups[1:] != groups[:-1])
-    starts_tie = starts_group | np.append(True, scores[1:] != scores[:-1])
-    tie_starts = np.flatnonzero(starts_tie)
-    positives = np.add.reduceat(labels.astype(np.int64), tie_starts)
-    negatives = np.diff(tie_starts, append=len(scores)) - positives
-    first_ties = np.flatnonzero(starts_group[tie_starts])
-    below = np.cumsum(negatives) - negatives
-    num_ties = np.diff(first_ties, append=len(tie_starts))
-    below -= np.repeat(below[first_ties], num_ties)
-    doubled_wins = np.add.reduceat(positives * (2 * below + negatives), first_ties)
-    num_positive = np.add.reduceat(positives, first_ties)
-    num_negative = np.add.reduceat(negatives, first_ties)
-    num_pairs = num_positive * num_negative
-    has_auc = num_pairs > 0
-    num_groups = int(np.count_nonzero(has_auc))
-    gauc = None
-    if num_groups:
-        aucs = doubled_wins[has_auc] / (2 * num_pairs[has_auc])
-        gauc = float(np.average(aucs, weights=(num_positive + num_negative)[has_auc]))
-    num_left_out = len(has_auc) - num_groups
-    return {"gauc": gauc, "num_groups": num_groups, "num_groups_left_out": num_left_out}
+    frame = pd.DataFrame({"group": groups, "score": scores, "positives": labels.astype(np.int64)})
+    # Equal scores share the mean of their ranks, so a tie counts half. Ranks are exact: halves.
+    frame["ranks"] = frame.groupby("group")["score"].rank() * frame["positives"]
+    found = frame.groupby("group").agg(
+        ranks=("ranks", "sum"), positives=("positives", "sum"), samples=("score", "size")
+    )
+    found["pairs"] = found["positives"] * (found["samples"] - found["positives"])
+    judged, gauc = found[found["pairs"] > 0], None
+    if len(judged):
+        # The ranks that positives have, without those that they have among themselves.
+        wins = judged["ranks"] - judged["positives"] * (judged["positives"] + 1) / 2
+        gauc = float(np.average(wins / judged["pairs"], weights=judged["samples"]))
+    num_left_out = len(found) - len(judged)
+    return {"gauc": gauc, "num_groups": len(judged), "num_groups_left_out": num_left_out}
 
 
 class Rankings:
