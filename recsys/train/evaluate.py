@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INIT_FROM_NEEDS",
+    "evaluate",
     "evaluate_run",
     "evaluate_split",
     "open_first_model",
@@ -55,6 +56,38 @@ __all__ = [
 INIT_FROM_NEEDS = (
     "init_from needs a run with the same model.* keys, and data prepared --like its store"
 )
+
+
+def evaluate(
+    model: nn.Module,
+    source: SampleSource,
+    split: str,
+    config: TrainConfig,
+    max_samples: int | None = None,
+    *,
+    is_ranked: bool = True,
+    show: bool = False,
+) -> dict[str, Any]:
+    """Metrics over a split in the precision of a run. A collective.
+
+    Args:
+        model: Maps a batch to (loss, (loss, logits, labels)).
+        source: The data.
+        split: "test" or "validation".
+        config: The configuration of the run.
+        max_samples: Stop after this number of samples.
+        is_ranked: Whether to rank items, too, if the data is to be ranked.
+        show: Draw a progress bar, which stays.
+
+    Raises:
+        IdOutOfRange: an id is not a row of its table, here or in training before.
+        TrainingDiverged: a logit is not finite.
+    """
+    with autocast(config):
+        found = evaluate_split(model, source, split, config.eval.batch_size, max_samples, show=show)
+        if is_ranked:
+            found = with_ranking(found, model, source, split, config.eval)
+    return found
 
 
 def evaluate_split(
@@ -292,17 +325,13 @@ def evaluate_run(
         ConfigError: there is no saved model, it does not fit the data, or both splits are empty.
     """
     config, source, model = open_saved_model(run_dir, data)
-    metrics = {}
     splits = [split for split in ("test", "validation") if source.splits[split]]
     if not splits:
         raise ConfigError(
             f"{config.data} has no test and no validation sample; name other data, or predict its "
             "samples with `recsys predict`"
         )
-    with autocast(config):
-        for split in splits:
-            found = evaluate_split(model, source, split, config.eval.batch_size)
-            metrics[split] = with_ranking(found, model, source, split, config.eval)
+    metrics = {split: evaluate(model, source, split, config) for split in splits}
     counts = source.meta.get("unknown", {}) if isinstance(source, Store) else {}
     # `+` leaves out what is 0.
     unknown = {split: dict(+Counter(counts.get(split, {}))) for split in splits}

@@ -40,7 +40,6 @@ from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.train.build import (
-    autocast,
     build_loader,
     build_model,
     build_pipeline,
@@ -53,12 +52,7 @@ from recsys.train.build import (
 from recsys.train.callbacks import Callback, RunCallbacks, callbacks_of, require_metric
 from recsys.train.checkpoint import Checkpoints
 from recsys.train.checkpoint.restore import EVERYTHING, Contents, errors_of_state, restore
-from recsys.train.evaluate import (
-    INIT_FROM_NEEDS,
-    evaluate_split,
-    open_first_model,
-    with_ranking,
-)
+from recsys.train.evaluate import INIT_FROM_NEEDS, evaluate, open_first_model
 from recsys.train.progress import LOWER_LR, Progress
 from recsys.train.ranks import (
     agree,
@@ -444,35 +438,30 @@ class Trainer:
             return
         clock.mark("other")
         if isinstance(loader, HotColdLoader) and wants_loss:
-            found = self._evaluate("validation", keys.max_samples, is_ranked=False)
+            found = evaluate(
+                self.model,
+                self.source,
+                "validation",
+                self.config,
+                keys.max_samples,
+                is_ranked=False,
+            )
             loader.observe(found["logloss"])
         if is_due:
-            is_ranked = self._is_ranked_in_training
-            found = self._evaluate(keys.split, keys.max_samples, is_ranked=is_ranked)
+            found = evaluate(
+                self.model,
+                self.source,
+                keys.split,
+                self.config,
+                keys.max_samples,
+                is_ranked=self._is_ranked_in_training,
+            )
             self.metrics[keys.split] = found
             progress.add_evaluation(keys.split, found)
             if stopping is not None and stopping.best_step == progress.num_steps:
                 self.folder.save_model(self.saved, self.folder.best_file(stopping.best_step))
                 self.folder.drop_best(but=stopping.best_step)
         clock.mark("evaluate")
-
-    def _evaluate(
-        self, split: str, max_samples: int | None = None, *, is_ranked: bool, show: bool = False
-    ) -> dict[str, Any]:
-        """Metrics over the first samples of a split, or over all; with a ranking if asked for."""
-        keys = self.config.eval
-        with autocast(self.config):
-            found = evaluate_split(
-                self.model,
-                self.source,
-                split,
-                keys.batch_size,
-                max_samples,
-                show=show,
-            )
-            if is_ranked:
-                found = with_ranking(found, self.model, self.source, split, keys)
-        return found
 
     def _is_checkpoint_due(self) -> bool:
         """Whether a checkpoint is due after this step: after a time or a number of steps.
@@ -583,8 +572,8 @@ class Trainer:
                 if any(any_of(interrupted.is_set())):
                     is_whole = False
                     break
-                self.metrics[split] = self._evaluate(
-                    split, is_ranked=True, show=self._shows_progress
+                self.metrics[split] = evaluate(
+                    self.model, self.source, split, self.config, show=self._shows_progress
                 )
             self.pipeline.clock.mark("evaluate")
         if is_whole:

@@ -76,7 +76,7 @@ def test_a_run_killed_in_its_last_evaluation_ends_with_it(small_config, tmp_path
     run(config, tmp_path / "whole")
 
     with monkeypatch.context() as patch:
-        before_each(patch, "recsys.train.trainer:with_ranking", kill)
+        before_each(patch, "recsys.train.evaluate:with_ranking", kill)
         with pytest.raises(Killed):
             run(config, tmp_path / "run")
     record = run(config, tmp_path / "run", resume=True)

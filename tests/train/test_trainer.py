@@ -196,7 +196,7 @@ def test_a_run_that_diverges_at_the_last_evaluation_has_no_metrics_of_an_earlier
     def diverge(*_):
         raise TrainingDiverged("logits are not finite")
 
-    before_each(monkeypatch, "recsys.train.trainer:with_ranking", diverge)
+    before_each(monkeypatch, "recsys.train.evaluate:with_ranking", diverge)
 
     with pytest.raises(TrainingDiverged):
         run(small_config("eval.every_steps=4"), tmp_path / "run")
@@ -231,15 +231,16 @@ def test_a_second_ctrl_c_keeps_what_was_measured(small_config, tmp_path, monkeyp
     ("moment", "split", "status", "num_validated"),
     [
         (f"{FOLDER}.save_model", None, "finished", 150),  # after the last step
-        ("recsys.train.trainer:with_ranking", "test", "interrupted", 60),  # while it trained
-        ("recsys.train.trainer:with_ranking", "validation", "finished", 150),  # too late
+        ("recsys.train.evaluate:with_ranking", "test", "interrupted", 60),  # while it trained
+        ("recsys.train.evaluate:with_ranking", "validation", "finished", 150),  # too late
     ],
 )
 def test_ctrl_c_after_the_last_step_costs_no_metrics_that_are_computed(
     small_config, tmp_path, monkeypatch, moment, split, status, num_validated
 ):
     def interrupt(*arguments):
-        if split is None or split in arguments:
+        # Not in `recsys evaluate`, after the run.
+        if not (tmp_path / "run" / "run.json").exists() and (split is None or split in arguments):
             signal.raise_signal(signal.SIGINT)
 
     before_each(monkeypatch, moment, interrupt)
