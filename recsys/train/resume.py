@@ -36,12 +36,10 @@ class Reopened(NamedTuple):
     """A run to continue.
 
     Attributes:
-        folder: Its folder.
         saved: The number of the checkpoint to continue from; None to start from the first sample.
         record: Its record, if it is finished and nothing is left to do.
     """
 
-    folder: RunFolder
     saved: int | None
     record: dict[str, Any] | None
 
@@ -87,7 +85,7 @@ def reopened(
         sys.stderr.write(
             f"{run_dir} is finished; to train more, set epochs above {before.epochs}\n"
         )
-        return Reopened(folder, None, record)
+        return Reopened(None, record)
     saved = newest(folder.checkpoints_folder) if number is None else number
     if saved is None and is_finished:
         raise AlreadyExists(
@@ -99,7 +97,7 @@ def reopened(
         sys.stderr.write(
             f"{run_dir} has no complete checkpoint: training starts from the first sample\n"
         )
-    return Reopened(folder, saved, None)
+    return Reopened(saved, None)
 
 
 def _require_same_run(run_dir: Path, before: TrainConfig, config: TrainConfig) -> None:

@@ -137,15 +137,12 @@ def train(
         agree(flat(describe_config(config)) | {"--resume": resume, "--checkpoint": checkpoint})
         own_dir = run_dir
         if rank():  # the files of a further process are deleted in the end
-            own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="recsys-"))) / "run"
-        earlier = None
+            own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="recsys-")))
+        earlier: Reopened | None = None
         if resume:
             if not rank():
                 earlier = reopened(config, run_dir, checkpoint, stack)
-            # What the first process has found, the others learn.
-            found = gather_objects(None if earlier is None else earlier[1:])[0]
-            if rank() and found is not None:
-                earlier = Reopened(RunFolder.create(own_dir, config), *found)
+            earlier = gather_objects(earlier)[0]  # what the first process has found
         if earlier is not None and earlier.record is not None:
             return earlier.record
         # In no variable here: the model is gone when contexts end, before its files are deleted.
@@ -247,12 +244,11 @@ class Trainer:
         ]
 
         # Its folder, and what is written there.
+        self.folder = RunFolder(own_dir)
         if earlier is None:
             make_folders(own_dir)
             stack.enter_context(alone_in(own_dir, "recsys train"))
-            self.folder = RunFolder.create(own_dir, config)
-        else:
-            self.folder = earlier.folder
+            RunFolder.create(own_dir, config)
         clock = StageClock()
         self.pipeline = build_pipeline(
             self.model,
