@@ -44,7 +44,7 @@ class RunFolder:
     """Reads and writes the files of one run.
 
     Args:
-        path: The folder. `create` makes a new one and `open` checks an old one.
+        path: The folder; `open` checks that it is one of a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,15 +69,6 @@ class RunFolder:
                 "or continue its run with --resume"
             )
         require_place(path / "config.toml")
-
-    @classmethod
-    def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:
-        """Start a run in a new or empty folder; errors as for `require_place`."""
-        folder = cls(Path(path))
-        cls.require_place(folder.path)
-        make_folders(folder.path)
-        folder.write_config(config)
-        return folder
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:

@@ -248,7 +248,8 @@ class Trainer:
         if earlier is None:
             make_folders(own_dir)
             stack.enter_context(alone_in(own_dir, "recsys train"))
-            RunFolder.create(own_dir, config)
+            RunFolder.require_place(own_dir)
+            self.folder.write_config(config)
         clock = StageClock()
         self.pipeline = build_pipeline(
             self.model,

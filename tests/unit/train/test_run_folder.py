@@ -15,9 +15,9 @@ from recsys.train.run_folder import RunFolder
 
 def test_a_configuration_is_written_as_it_is_read_in_every_locale(tmp_path):
     code = (
-        "import sys; from recsys.config import TrainConfig; "
+        "import pathlib, sys; from recsys.config import TrainConfig; "
         "from recsys.train.run_folder import RunFolder; "
-        "RunFolder.create(sys.argv[1], TrainConfig(data='gr\\xf6\\xdfe'))"
+        "RunFolder(pathlib.Path(sys.argv[1])).write_config(TrainConfig(data='gr\\xf6\\xdfe'))"
     )
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | locale, check=True)
