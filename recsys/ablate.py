@@ -50,6 +50,7 @@ from recsys.config import (
     VariationKeys,
     describe_config,
     flat,
+    load_config,
     put_key,
     read_tree,
     refuse,
@@ -404,7 +405,7 @@ def _read_cell(
 def _config_of(run: RunFolder) -> TrainConfig | None:
     """The configuration of a cell that was begun; None if there is none that can be read."""
     with suppress(ConfigError, FileNotFoundError):
-        return run.read_config()
+        return load_config(run.config_file)
     return None
 
 

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm  # in a notebook, its own bar
 from recsys._support.files import as_argument
 from recsys._support.machine import set_num_threads
 from recsys.batch import feature_tables
-from recsys.config import EvalConfig, OptimizerConfig, TrainConfig, replace
+from recsys.config import EvalConfig, OptimizerConfig, TrainConfig, load_config, replace
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
@@ -275,7 +275,7 @@ def open_saved_model(
         StoreError: the data does not exist, or is damaged.
     """
     folder = RunFolder.open(run_dir)
-    trained = folder.read_config()
+    trained = load_config(folder.config_file)
     if data is None:
         folder.require_data(trained.data)
     config = replace(

@@ -74,7 +74,7 @@ def reopened(
 
     folder = RunFolder.open(run_dir)
     stack.enter_context(alone_in(run_dir, "recsys train"))
-    before = folder.read_config()
+    before = load_config(folder.config_file)
     _require_same_run(run_dir, before, config)
     if config.data == before.data:
         folder.require_data(config.data)

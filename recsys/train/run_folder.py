@@ -29,7 +29,7 @@ from recsys._support.files import (
     require_place,
 )
 from recsys._support.untrusted import parse_json
-from recsys.config import SYNTHETIC_PREFIX, TrainConfig, load_config, to_toml
+from recsys.config import SYNTHETIC_PREFIX, TrainConfig, to_toml
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -84,10 +84,6 @@ class RunFolder:
                 f"`recsys train DATA --run {as_argument(folder.path)}`"
             )
         return folder
-
-    def read_config(self) -> TrainConfig:
-        """Configuration of the run."""
-        return load_config(self.config_file)
 
     def require_data(self, data: str) -> None:
         """Check that the data of the run is still where the run found it.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recsys.config import TrainConfig
+from recsys.config import TrainConfig, load_config
 from recsys.errors import ConfigError
 from recsys.train.run_folder import RunFolder
 
@@ -22,7 +22,7 @@ def test_a_configuration_is_written_as_it_is_read_in_every_locale(tmp_path):
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | locale, check=True)
 
-    assert RunFolder(tmp_path).read_config() == TrainConfig(data="gr\xf6\xdfe")
+    assert load_config(RunFolder(tmp_path).config_file) == TrainConfig(data="gr\xf6\xdfe")
 
 
 def test_a_history_is_read_as_written_without_a_line_that_was_cut_off(tmp_path):
