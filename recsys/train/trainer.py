@@ -493,8 +493,6 @@ class Trainer:
         """Write the checkpoint that waits, if any. No collective: other processes may be gone."""
         if self.checkpoints is None:
             return
-        if not self.has_saved:  # the first one is prepared, maybe, and was not due
-            self.checkpoints.give_up()
         self.checkpoints.close()
         if self.checkpoints.newest is None and not rank():
             rmtree(self._checkpoints_folder, ignore_errors=True)
@@ -575,7 +573,7 @@ class Trainer:
             self.pipeline.clock.mark("evaluate")
         if is_whole:
             folder.append_history({**progress.position(), **self.metrics})
-        if self.checkpoints is not None and self.has_saved:
+        if self.checkpoints is not None:
             self.checkpoints.wait()
         return is_whole
 
