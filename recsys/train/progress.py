@@ -52,7 +52,6 @@ class Progress:
         num_samples: Samples so far; with skipping those seen, skipped ones included.
         num_trained_samples: Samples that it was trained on so far.
         num_all_samples: Samples that the run will see.
-        full_step: Full steps so far.
         num_full_steps: Full steps of the run.
     """
 
@@ -73,7 +72,7 @@ class Progress:
         self.num_all_samples = epochs * self._samples_per_epoch
         self.num_full_steps = epochs * self._full_steps_per_epoch
         self.num_steps = self.num_samples = self.num_trained_samples = 0
-        self.full_step = self._full_step_before = 0
+        self._full_step_before = 0
         self._measured: dict[str, float | None] = {}  # by its name in the bar
         self._steps: list[tuple[Tensor, Tensor, Tensor]] = []  # since the last report
         self._reported = (0, 0.0)
@@ -104,18 +103,19 @@ class Progress:
             labels: Labels of its samples.
             num_seen: With skipping, the samples that the run has seen so far.
         """
+        self._full_step_before = self.full_step
         self.num_steps += 1
         self.num_trained_samples += len(labels)
         self.num_samples = self.num_trained_samples if num_seen is None else num_seen
-        self._full_step_before = self.full_step
-        self._count_full_steps()
         self._steps.append((loss * len(labels), logits, labels))
 
-    def _count_full_steps(self) -> None:
-        self.full_step = self.num_steps
-        if self._skips:
-            epoch, rest = divmod(self.num_samples, self._samples_per_epoch)
-            self.full_step = epoch * self._full_steps_per_epoch + rest // self._batch_size
+    @property
+    def full_step(self) -> int:
+        """Full steps so far."""
+        if not self._skips:
+            return self.num_steps
+        epoch, rest = divmod(self.num_samples, self._samples_per_epoch)
+        return epoch * self._full_steps_per_epoch + rest // self._batch_size
 
     def has_passed(self, every: int) -> bool:
         """Whether the last step reached or passed a multiple of `every` full steps."""
@@ -192,7 +192,6 @@ class Progress:
         """Continue after the steps of `state`; the clock has its state already."""
         self.num_steps, self.num_samples = state["num_steps"], state["num_samples"]
         self.num_trained_samples = state["num_trained_samples"]
-        self._count_full_steps()
         self._reported = (self.num_samples, self._clock.train_seconds)
 
     def position(self) -> dict[str, Any]:
