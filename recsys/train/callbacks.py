@@ -187,8 +187,7 @@ class EarlyStopping(Callback):
         earlier = self._state[than]
         if earlier is None:
             return inf
-        gain: float = value - earlier
-        return gain if IS_HIGHER_BETTER[self._keys.metric] else -gain
+        return float(value - earlier if IS_HIGHER_BETTER[self._keys.metric] else earlier - value)
 
 
 class AbstractLogger(Callback):
@@ -310,13 +309,12 @@ class MLflow(AbstractLogger):
         self._options = options
 
     def _start(self, run_dir: Path, record: Mapping[str, Any], known: str | None) -> str:
-        options = {"run_name": run_dir.resolve().name, **self._options}
         if known is not None:
-            options = {"run_id": known}
-        found: str = self._mlflow.start_run(**options).info.run_id
-        if known is None:
-            self._mlflow.log_params(flat(record["config"]))
-        return found
+            self._mlflow.start_run(run_id=known)
+            return known
+        begun = self._mlflow.start_run(**{"run_name": run_dir.resolve().name, **self._options})
+        self._mlflow.log_params(flat(record["config"]))
+        return str(begun.info.run_id)
 
     def _log(self, values: dict[str, float], num_samples: int) -> None:
         self._mlflow.log_metrics(values, step=num_samples)
