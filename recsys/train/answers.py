@@ -12,29 +12,25 @@ from pyarrow import parquet
 
 from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.numbering import vocabulary_file
-from recsys.datasets.store import GROUPS, Store
 from recsys.datasets.tabular.encode import read_schema
 from recsys.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Written", "new_parquet", "values_of_groups", "values_of_rows", "write_parquet"]
+    from recsys.datasets.store import Store
 
-
-def values_of_groups(store: Store) -> pa.Array:
-    """The value that each group has in the data of a store with groups, by its number."""
-    return _values_in(store.path / GROUPS)
+__all__ = ["Written", "new_parquet", "values_in", "values_of_rows", "write_parquet"]
 
 
 def values_of_rows(store: Store, feature: str) -> pa.Array:
     """The value of each row of the table of a feature; null for rows that have none."""
     tables = [table.name for table in read_schema(store).tables]
-    return _values_in(vocabulary_file(store.path, tables.index(store.feature_tables[feature])))
+    return values_in(vocabulary_file(store.path, tables.index(store.feature_tables[feature])))
 
 
-def _values_in(file: Path) -> pa.Array:
-    """The column of a vocabulary, mapped from its file.
+def values_in(file: Path) -> pa.Array:
+    """The column of a vocabulary, or of a store's groups by their numbers, mapped from its file.
 
     Raises:
         StoreError: it is missing or damaged.

@@ -39,7 +39,7 @@ from recsys.errors import ConfigError, DatasetFormatError
 from recsys.train.answers import (
     Written,
     new_parquet,
-    values_of_groups,
+    values_in,
     values_of_rows,
     write_parquet,
 )
@@ -150,7 +150,7 @@ class Predictor:
         parts = self._parts(store.num_samples)
         columns: dict[str, Callable[[NDArray[np.int64]], Any]] = {"row": lambda part: part}
         if self.group and store.groups is not None and (store.path / GROUPS).is_file():
-            groups, of_groups = store.groups, values_of_groups(store)
+            groups, of_groups = store.groups, values_in(store.path / GROUPS)
             columns[self.group] = lambda part: of_groups.take(pa.array(groups[part]))
         if self.item:
             items, of_items = Items(store), values_of_rows(store, self.item)

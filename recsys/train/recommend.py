@@ -34,7 +34,7 @@ from recsys.errors import ConfigError, DatasetFormatError
 from recsys.train.answers import (
     Written,
     new_parquet,
-    values_of_groups,
+    values_in,
     values_of_rows,
     write_parquet,
 )
@@ -87,7 +87,7 @@ class Recommender:
         self.store = source
         self._schema, self._items = read_schema(source), Items(source)
         self._scorer = ItemScorer(self._model, self._items, batch_size)
-        self._group_values = values_of_groups(source)
+        self._group_values = values_in(source.path / GROUPS)
         self._item_values = values_of_rows(source, self._items.names[0])
 
     @property
