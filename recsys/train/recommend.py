@@ -93,14 +93,13 @@ class Recommender:
     @property
     def users_schema(self) -> Schema:
         """The schema of a table of users: of its columns, that of groups alone is read."""
-        kept = {"group", "delimiter", "quote", "missing_values"}
-        others = {
-            name: field.get_default(call_default_factory=True)
-            for name, field in Schema.model_fields.items()
-            if name not in kept
-        }
-        # Not checked again: a table of users has no label.
-        return self._schema.model_copy(update=others)
+        # Not checked: a table of users has no label.
+        return Schema.model_construct(
+            group=self._schema.group,
+            delimiter=self._schema.delimiter,
+            quote=self._schema.quote,
+            missing_values=self._schema.missing_values,
+        )
 
     def top(
         self, frame: pd.DataFrame | pa.Table, k: int = 20, *, with_seen: bool = False
