@@ -138,17 +138,16 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
         ConfigError: a split is empty, a store has several labels, or synthetic data does not go
             with a key.
     """
-    source: SampleSource
-    if not config.is_synthetic:
-        source = Store(config.data)
-        if source.label_names:
-            raise ConfigError(
-                f"{config.data}: a model has one label, and this store has labels "
-                f"{', '.join(map(repr, source.label_names))}; prepare a store with one of them as "
-                "label"
-            )
-    else:
-        source = SyntheticCriteo(**config.synthetic.model_dump())
+    source: SampleSource = (
+        SyntheticCriteo(**config.synthetic.model_dump())
+        if config.is_synthetic
+        else Store(config.data)
+    )
+    if isinstance(source, Store) and source.label_names:
+        raise ConfigError(
+            f"{config.data}: a model has one label, and this store has labels "
+            f"{', '.join(map(repr, source.label_names))}; prepare a store with one of them as label"
+        )
     for split, samples in source.splits.items():
         if to_train and not samples:
             sizes = ", ".join(f"{name} has {len(part)}" for name, part in source.splits.items())
@@ -785,13 +784,12 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
     ]
     num_rows = [int(group.first_rows[-1]) for group in groups]
     slots = [group.num_slots for group in groups]
-    hot = zip(num_rows, slots, row_bytes, strict=True)
     rates = HitRates.of(group.fetcher for group in groups)
     return {
         "cold_tier": "host" if all(group.files is None for group in groups) else "file",
         "hot_bytes": sum(
             of_map * MAP_BYTES_PER_ROW + count * (size + MARK_BYTES_PER_SLOT)
-            for of_map, count, size in hot
+            for of_map, count, size in zip(num_rows, slots, row_bytes, strict=True)
         ),
         "num_slots": sum(slots),
         "num_rows": sum(num_rows),
