@@ -863,6 +863,11 @@ class TrainConfig(Keys):
                 "schedule.fae.rate to 100 and schedule.fae.adaptive to false",
             ),
             (
+                skip == "paper" and bool(self.plan),
+                "skip 'paper' plans the hot rows for the part of the budget that its snapshot "
+                f"leaves, got plan {self.plan!r}; drop the key plan",
+            ),
+            (
                 skip == "paper" and bool(self.model.table_dims),
                 "skip 'paper' is for tables of one embedding_dim, got model.table_dims "
                 f"{self.model.table_dims}; drop one",

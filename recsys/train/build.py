@@ -573,11 +573,6 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
         FileNotFoundError: there is no such file.
         ProfileError: the file is not a plan.
     """
-    if config.plan and config.skip.kind == "paper":
-        raise ConfigError(
-            "skip 'paper' plans the hot rows for the part of the budget that its snapshot "
-            f"leaves, got plan {config.plan!r}; drop the key plan"
-        )
     if config.plan:
         return HotPlan.load(config.plan)
     if config.schedule.fae is None:
