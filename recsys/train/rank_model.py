@@ -35,6 +35,7 @@ from torchrec.distributed.types import Awaitable, NoWait, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
 from recsys.batch import JaggedIds, SampleSource, features_by_table
+from recsys.config import TrainConfig, refuse
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.embeddings.table import output_names
 from recsys.errors import ConfigError
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
 
@@ -86,7 +86,8 @@ def require_supported(config: TrainConfig, source: SampleSource, *, keeps_best: 
     Raises:
         ConfigError: they cannot.
     """
-    world = num_ranks()
+    world, size = num_ranks(), config.batch_size
+    last = len(source.splits["train"]) % size
     rules = [
         ("embeddings", config.embeddings, ("recsys",)),
         ("device", config.device, ("cpu",)),
@@ -96,33 +97,34 @@ def require_supported(config: TrainConfig, source: SampleSource, *, keeps_best: 
         ("skip", config.skip.kind, ("none",)),
         ("early_stopping.keep", "best" if keeps_best else "last", ("last",)),
     ]
-    for key, value, allowed in rules:
-        if value not in allowed:
-            wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {allowed}"
-            raise ConfigError(
-                f"{key} must be {wanted} on {world} processes, got {value!r}; change it, or "
-                "train on one process"
+    refuse(
+        *(
+            (
+                value not in allowed,
+                f"{key} must be {' or '.join(map(repr, allowed))} on {world} processes, got "
+                f"{value!r}; change it, or train on one process",
             )
-    if needs_rows(config.model):
-        raise ConfigError(
+            for key, value, allowed in rules
+        ),
+        (
+            needs_rows(config.model),
             f"model.name {config.model.name!r} looks rows up without pooling, which {world} "
             "processes do not support; choose a model that pools, such as 'dlrm', or train on one "
-            "process"
-        )
-    if config.batch_size % world:
-        size = config.batch_size
-        raise ConfigError(
+            "process",
+        ),
+        (
+            size % world > 0,
             f"batch_size must be a multiple of the number of processes, {world}, got {size}; "
             f"start a number that divides {size}, or, for a new run, set it to "
-            f"{-(-size // world) * world}"
-        )
-    last = len(source.splits["train"]) % config.batch_size
-    if 0 < last < world:
-        raise ConfigError(
+            f"{-(-size // world) * world}",
+        ),
+        (
+            0 < last < world,
             f"the last mini-batch of an epoch has {last} samples, fewer than the {world} "
-            f"processes, with batch_size {config.batch_size}; start fewer processes, or, for a new "
-            "run, choose another batch_size"
-        )
+            f"processes, with batch_size {size}; start fewer processes, or, for a new run, choose "
+            "another batch_size",
+        ),
+    )
 
 
 def save_rank_model(file: Path, model: nn.Module, share: Share) -> None:
