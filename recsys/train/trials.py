@@ -19,10 +19,9 @@ import torch
 
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import counted, format_bytes, parse_bytes
-from recsys.config import ScheduleConfig, TrainConfig, replace
+from recsys.config import ScheduleConfig, TrainConfig, refuse, replace
 from recsys.conversion.estimate import Estimate, estimate
 from recsys.embeddings.popularity.plan import HotPlan
-from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
 from recsys.train.build import (
     build_loader,
@@ -159,18 +158,25 @@ def verify_budgets(
         ConfigError: the configuration does not fit the data, trains on other samples or in another
             order, or a budget or `max_steps` is not valid.
     """
-    if max_steps is not None and max_steps < 1:
-        raise ConfigError(f"verify: max_steps must be at least 1, got {max_steps}")
-    for key, value, must_change in (
+    rules = [
         ("embeddings", config.embeddings, config.embeddings != "recsys"),
         ("schedule", config.schedule.kind, config.schedule.kind in ("fae", "hotline")),
         ("skip", config.skip.kind, config.skip.kind != "none"),
-    ):
-        if must_change:
-            raise ConfigError(
+    ]
+    refuse(
+        (
+            max_steps is not None and max_steps < 1,
+            f"verify: max_steps must be at least 1, got {max_steps}",
+        ),
+        *(
+            (
+                must_change,
                 "verify compares runs of recsys that train on the same samples in the same order; "
-                f"{key} must not be {value!r}; leave it out"
+                f"{key} must not be {value!r}; leave it out",
             )
+            for key, value, must_change in rules
+        ),
+    )
     set_num_threads(config.num_threads)
     source = open_source(config)
     resident = replace(
