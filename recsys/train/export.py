@@ -201,9 +201,10 @@ def export_checkpoint(
             ]
             changed = _changed_rows(folder, pieces)
         state = read_state(folder, manifest.deltas[0], is_mapped=True)["model"]
-        dense = {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        whole = {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        whole |= {key + ROWS: rows for key, rows in changed.items()}
         shapes: _Shapes = {
-            key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in dense.items()
+            key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in whole.items()
         }
         for key, table in whole_tables(manifest, pieces).items():
             weight, rows = table.arrays["weight"], changed.get(key)
@@ -211,12 +212,8 @@ def export_checkpoint(
                 DTYPES[weight.dtype],
                 (table.end if rows is None else len(rows), *weight.row_shape),
             )
-            if rows is not None:
-                shapes[key + ROWS] = rows.dtype, tuple(rows.shape)
         with _writing(Path(file), shapes, metadata) as write:
-            for key, rows in changed.items():
-                write(key + ROWS, rows)
-            for key, tensor in dense.items():
+            for key, tensor in whole.items():
                 write(key, tensor)
             for piece in pieces:
                 for block in read_blocks(folder, piece):
