@@ -488,12 +488,11 @@ def _bags_by_feature(features: JaggedIds) -> dict[str, tuple[Tensor, Tensor]]:
 def _use_plain_tables(model: nn.Module, *, to_int8: bool) -> None:
     """Replace every collection of recsys in a model by a plain one."""
     plain: dict[nn.Module, nn.Module] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, HotColdEmbeddingBagCollection | HotColdEmbeddingCollection):
-                if child not in plain:
-                    plain[child] = _PlainTables(child, to_int8=to_int8)
-                setattr(parent, name, plain[child])
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, HotColdEmbeddingBagCollection | HotColdEmbeddingCollection):
+            if module not in plain:
+                plain[module] = _PlainTables(module, to_int8=to_int8)
+            model.set_submodule(name, plain[module])
 
 
 def _trace(model: nn.Module, source: SampleSource) -> ExportedProgram:
