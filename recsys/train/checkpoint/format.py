@@ -253,19 +253,12 @@ def _read_checked(file: Path) -> Any:
     return content
 
 
-def read_manifest(folder: Path, number: int | None = None) -> Manifest:
-    """Read a manifest.
-
-    Args:
-        folder: The folder of checkpoints.
-        number: Number of the checkpoint; None for the newest complete one.
+def read_manifest(folder: Path, number: int) -> Manifest:
+    """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is damaged, or of another version.
     """
-    number = newest(folder) if number is None else number
-    if number is None:
-        raise CheckpointError(f"{folder}: has no complete checkpoint")
     content = _read_checked(folder / f"{number:08}.json")
     since = [(earlier, name) for earlier, name in content["since"]]
     return Manifest(number, content["id"], content["before"], since, content["pieces"])
@@ -296,8 +289,10 @@ def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, 
         CheckpointError: there is none, it is damaged, or of another version. The message names
             another one, if there is one.
     """
+    number = newest(folder) if number is None else number
+    if number is None:
+        raise CheckpointError(f"{folder}: has no complete checkpoint; train from the start")
     try:
-        number = newest(folder) if number is None else number
         manifest = read_manifest(folder, number)
         pieces = [read_piece(folder, name) for name in manifest.pieces]
         for piece in pieces:
@@ -306,9 +301,11 @@ def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, 
                     _require_undamaged(folder / piece.name / file.name, file)
     except (CheckpointError, OSError) as error:
         others = [other for other in manifest_numbers(folder) if other != number]
-        hint = "train from the start: this folder has no other checkpoint"
-        if others:
-            hint = f"load checkpoint {others[-1]} by its number (--checkpoint {others[-1]})"
+        hint = (
+            f"load checkpoint {others[-1]} by its number (--checkpoint {others[-1]})"
+            if others
+            else "train from the start: this folder has no other checkpoint"
+        )
         raise CheckpointError(f"{error}; {hint}") from error
     return manifest, pieces
 
