@@ -36,10 +36,9 @@ import sys
 import threading
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads
@@ -69,8 +68,7 @@ __all__ = ["AblationConfig", "AblationKeys", "Cell", "ablate", "load_ablation"]
 _TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(NamedTuple):
     """One training run of an ablation.
 
     Attributes:
@@ -86,8 +84,7 @@ class Cell:
     config: TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class AblationConfig:
+class AblationConfig(NamedTuple):
     """A base configuration, its variations and their seeds.
 
     Attributes:
