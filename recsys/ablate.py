@@ -200,9 +200,7 @@ def _overlapping(keys: Iterable[str], others: Iterable[str]) -> list[str]:
     ]
 
 
-def _train_apart(
-    config: TrainConfig, run_dir: Path, *, resume: bool = False, show_progress: bool
-) -> None:
+def _train_apart(config: TrainConfig, run_dir: Path, *, resume: bool, show_progress: bool) -> None:
     """Train in a new process, with memory and threads of its own, and wait for it.
 
     Ctrl-C and SIGTERM are sent on to it, and it ends its run after the step; SIGKILL ends both.
@@ -415,16 +413,11 @@ def _train(
     show_progress: bool,
 ) -> None:
     """Train a cell; one that was stopped continues from its checkpoint."""
-    from recsys.train.checkpoint import newest
-
     run = RunFolder(folder / "cells" / name)
-    options = {"show_progress": show_progress}
-    if _config_of(run) == config and newest(run.checkpoints_folder) is not None:
-        options["resume"] = True
-    else:
+    if _config_of(run) != config:
         shutil.rmtree(run.path, ignore_errors=True)
     with suppress(TrainingDiverged):  # the record of the cell says so
-        run_cell(config, run.path, **options)
+        run_cell(config, run.path, resume=run.path.exists(), show_progress=show_progress)
 
 
 def _described(config: AblationConfig) -> dict[str, Any]:

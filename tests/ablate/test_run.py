@@ -104,7 +104,7 @@ def test_the_table_and_the_page_are_there_behind_every_cell(ablation, run_here, 
     config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
     found = []
 
-    def look_and_train(config, run_dir, *, show_progress):
+    def look_and_train(config, run_dir, *, resume, show_progress):
         names = ("ablate.json", "report.html", "table.md", "table.csv")
         files = [tmp_path / "out" / name for name in names]
         texts = [file.read_text() if file.exists() else "" for file in files]
@@ -134,7 +134,7 @@ def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_h
 def test_ctrl_c_keeps_what_was_measured_and_running_again_does_the_rest(ablation, run_here):
     config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
 
-    def interrupted_at_the_second(config, run_dir, *, show_progress):
+    def interrupted_at_the_second(config, run_dir, *, resume, show_progress):
         if run_dir.name == "adagrad-seed0":
             raise KeyboardInterrupt
         return train(config, run_dir, show_progress=show_progress)
