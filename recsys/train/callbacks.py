@@ -561,12 +561,10 @@ def require_metric(config: TrainConfig, source: SampleSource) -> None:
     from recsys.datasets.store import Store  # imports PyTorch
 
     metric, split = config.early_stopping.metric, config.eval.split
-    store = source if isinstance(source, Store) else None
-    is_ranked = store is not None and "ranking" in store.meta
-    has_groups = store is not None and store.groups is not None
-    has = {"gauc": has_groups and not is_ranked} | dict.fromkeys(RANKING_METRICS, is_ranked)
-    has |= dict.fromkeys(("auc", "normalized_entropy"), not is_ranked)
-    if not has.get(metric, True):
+    is_ranked = isinstance(source, Store) and "ranking" in source.meta
+    has_groups = isinstance(source, Store) and source.groups is not None
+    null = ("auc", "gauc", "normalized_entropy") if is_ranked else RANKING_METRICS
+    if metric in null or (metric == "gauc" and not has_groups):
         raise ConfigError(
             f"early_stopping.metric {metric!r} is null on this data: data with [negatives] in its "
             "schema, or with positives alone, has 'recall_at_k' and 'ndcg_at_k'; other data has "
