@@ -485,7 +485,15 @@ class Trainer:
         self.progress.report()
         clock = self.pipeline.clock
         clock.mark("other")
-        self.checkpoints.save(state=self.state_dict())
+        self.checkpoints.save(
+            state={
+                "data": self.source.fingerprint,
+                "resumed": list(self.resumed),
+                "history_bytes": self.folder.history_bytes(),
+                "num_threads": self.threads.num_threads,
+                **{name: part.state_dict() for name, part in self._parts.items()},
+            }
+        )
         self.has_saved, self._cut_time = True, perf_counter()
         clock.mark("checkpoint")
 
@@ -496,16 +504,6 @@ class Trainer:
         self.checkpoints.close()
         if self.checkpoints.newest is None and not rank():
             rmtree(self._checkpoints_folder, ignore_errors=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state between two steps, apart from the model and its optimizers."""
-        return {
-            "data": self.source.fingerprint,
-            "resumed": list(self.resumed),
-            "history_bytes": self.folder.history_bytes(),
-            "num_threads": self.threads.num_threads,
-            **{name: part.state_dict() for name, part in self._parts.items()},
-        }
 
     def _resume(self, number: int) -> int:
         """Continue after a checkpoint; returns the length in bytes that the history had.
