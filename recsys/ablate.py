@@ -307,8 +307,11 @@ def ablate(
             cell.name: _finished(config, folder, cell, data[cell.name]) for cell in config.cells
         }
         # Speeds are compared, so the first number of threads that is chosen holds for all cells.
-        free = [cell.name for cell in config.cells if not cell.config.num_threads]
-        begun = (_config_of(RunFolder(folder / "cells" / name)) for name in free)
+        begun = (
+            _config_of(RunFolder(folder / "cells" / cell.name))
+            for cell in config.cells
+            if not cell.config.num_threads
+        )
         before = next(
             (cell_config.num_threads for cell_config in begun if cell_config is not None), 0
         )
