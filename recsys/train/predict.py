@@ -86,8 +86,9 @@ class Predictor:
         self, run_dir: str | Path, *, store: str | Path | None = None, batch_size: int = 8192
     ) -> None:
         self._run_dir = run_dir
-        opened = open_saved_model(run_dir, store, batch_size=batch_size)
-        self._config, self.source, self._model = opened
+        self._config, self.source, self._model = open_saved_model(
+            run_dir, store, batch_size=batch_size
+        )
         self.meta = self.source.meta if isinstance(self.source, Store) else {}
         schema = self.meta.get("schema", {})
         self.group: str = schema.get("group", "")

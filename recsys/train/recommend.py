@@ -72,8 +72,7 @@ class Recommender:
     def __init__(
         self, run_dir: str | Path, *, store: str | Path | None = None, batch_size: int = 8192
     ) -> None:
-        opened = open_saved_model(run_dir, store, batch_size=batch_size)
-        self._config, source, self._model = opened
+        self._config, source, self._model = open_saved_model(run_dir, store, batch_size=batch_size)
         if (
             not isinstance(source, Store)
             or "ranking" not in source.meta
