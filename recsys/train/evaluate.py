@@ -24,11 +24,10 @@ from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.models.batch_train import BatchTrain
-from recsys.train.baselines import rank_baselines
 from recsys.train.build import autocast, build_model, open_source
 from recsys.train.metrics import MetricsAccumulator
 from recsys.train.progress import LOWER_LR
-from recsys.train.ranking import rank_items
+from recsys.train.ranking import rank_baselines, rank_items
 from recsys.train.ranks import gather, num_ranks, rank
 from recsys.train.run_folder import RunFolder
 
