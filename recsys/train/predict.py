@@ -16,33 +16,30 @@ from the saved model, which may be larger than memory.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from contextlib import closing
 from functools import cached_property
-from itertools import tee
+from itertools import chain, islice, tee
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pyarrow import parquet
 
+from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.loader import num_read_ahead, one_ahead, read_ahead
+from recsys.datasets.numbering import vocabulary_file
 from recsys.datasets.store import GROUPS, Store
 from recsys.datasets.store_writer import is_store
 from recsys.datasets.tabular.convert import plain
-from recsys.datasets.tabular.encode import Encoder
+from recsys.datasets.tabular.encode import Encoder, read_schema
 from recsys.datasets.tabular.read import Frames
 from recsys.datasets.tabular.schema import GROUP, NO_LABEL
 from recsys.embeddings.tables_module import check_input
-from recsys.errors import ConfigError, DatasetFormatError
-from recsys.train.answers import (
-    Written,
-    new_parquet,
-    values_in,
-    values_of_rows,
-    write_parquet,
-)
+from recsys.errors import ConfigError, DatasetFormatError, StoreError
 from recsys.train.build import autocast
 from recsys.train.evaluate import open_saved_model, scores_of
 from recsys.train.ranking import Items
@@ -56,7 +53,15 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch
 
-__all__ = ["Predictor", "predict_run"]
+__all__ = [
+    "Predictor",
+    "Written",
+    "new_parquet",
+    "predict_run",
+    "values_in",
+    "values_of_rows",
+    "write_parquet",
+]
 
 _PREFETCH = 4
 _WRITTEN_ROWS = 1 << 17  # of a row group, at least
@@ -281,3 +286,73 @@ def predict_run(
     empty = pa.table({"row": np.empty(0, np.int64), "score": np.empty(0, np.float32)})
     written = write_parquet(out, tables, empty, -(-_WRITTEN_ROWS // batch_size))
     return written, dict(sum(map(Counter, unknown), Counter()))  # leaves out what is 0
+
+
+def values_of_rows(store: Store, feature: str) -> pa.Array:
+    """The value of each row of the table of a feature; null for rows that have none."""
+    tables = [table.name for table in read_schema(store).tables]
+    return values_in(vocabulary_file(store.path, tables.index(store.feature_tables[feature])))
+
+
+def values_in(file: Path) -> pa.Array:
+    """The column of a vocabulary, or of a store's groups by their numbers, mapped from its file.
+
+    Raises:
+        StoreError: it is missing or damaged.
+    """
+    try:
+        with pa.memory_map(str(file)) as source:
+            return pa.ipc.open_file(source).read_all().column("value").combine_chunks()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise StoreError(f"{file} is damaged ({error}); prepare the store again") from error
+
+
+def new_parquet(file: str | Path) -> Path:
+    """The path of a Parquet file, once it is known that it can be written.
+
+    Raises:
+        AlreadyExists: the file exists.
+        ConfigError: its name does not end in .parquet, or it cannot be written.
+    """
+    file = Path(file)
+    if file.suffix != ".parquet":
+        raise ConfigError(f"the result is a Parquet file; give a name in .parquet, got {file}")
+    require_place(file)
+    require_new(file)
+    return file
+
+
+class Written(NamedTuple):
+    """A Parquet file.
+
+    Attributes:
+        columns: Their names.
+        num_rows: How many rows.
+        seconds: Time for reading, computing and writing them.
+    """
+
+    columns: list[str]
+    num_rows: int
+    seconds: float
+
+
+def write_parquet(
+    file: Path, tables: Iterator[pa.Table], empty: pa.Table, num_at_once: int = 1
+) -> Written:
+    """Write a Parquet file, so many tables as a row group.
+
+    Args:
+        file: As `new_parquet` returns it.
+        tables: Those after the first get its types.
+        empty: What is written if there are none.
+        num_at_once: How many tables are a row group.
+    """
+    begun, num_rows = time.perf_counter(), 0
+    first = next(tables, empty)
+    tables = chain([first], tables)
+    with appearing_whole(file) as partial, parquet.ParquetWriter(partial, first.schema) as writer:
+        while group := list(islice(tables, num_at_once)):
+            table = pa.concat_tables(part.cast(first.schema) for part in group)
+            writer.write_table(table)
+            num_rows += table.num_rows
+    return Written(first.column_names, num_rows, time.perf_counter() - begun)

@@ -31,15 +31,15 @@ from recsys.datasets.tabular.read import Frames, TableFiles
 from recsys.datasets.tabular.schema import GROUP, Schema
 from recsys.embeddings.tables_module import check_input
 from recsys.errors import ConfigError, DatasetFormatError
-from recsys.train.answers import (
+from recsys.train.build import autocast
+from recsys.train.evaluate import open_saved_model
+from recsys.train.predict import (
     Written,
     new_parquet,
     values_in,
     values_of_rows,
     write_parquet,
 )
-from recsys.train.build import autocast
-from recsys.train.evaluate import open_saved_model
 from recsys.train.ranking import Items, ItemScorer, samples_by_group
 
 if TYPE_CHECKING:
