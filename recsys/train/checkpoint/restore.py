@@ -101,7 +101,7 @@ def load_checkpoint(
         raise CheckpointError(f"{folder}: its checkpoints are in {folder / 'checkpoints'}")
     found = restore(folder, Contents(model, listed(optimizers)), number)
     model.zero_grad()  # those of tables that recsys updates are dropped already
-    given, left_out = {"pipeline": pipeline, "loader": loader, "schedulers": schedulers}, []
+    given = {"pipeline": pipeline, "loader": loader, "schedulers": schedulers}
     for name, value in given.items():
         targets = listed(value)
         if targets and len(targets) != len(found[name]):
@@ -112,8 +112,9 @@ def load_checkpoint(
         with errors_of_state():
             for target, saved in zip(targets, found[name], strict=False):
                 target.load_state_dict(saved)
-        if any(found[name]) and not targets:
-            left_out.append(f"{name}=")
+    left_out = [
+        f"{name}=" for name, value in given.items() if any(found[name]) and not listed(value)
+    ]
     if left_out:
         warnings.warn(
             f"{folder}: not all of the checkpoint is restored; give {', '.join(left_out)} to "
