@@ -227,7 +227,6 @@ class Trainer:
         tune_allocator()
         plan = choose_plan(config, source)
         self.loader = build_loader(config, source, plan)
-        self.share = EVERYTHING
         if num_ranks() > 1:
             from recsys.train.rank_model import build_rank_model  # imports TorchRec
 
@@ -236,7 +235,7 @@ class Trainer:
             )
         else:
             self.model, self.optimizers = build_model(of_tables, source, plan)
-            self.saved = self.model.model
+            self.saved, self.share = self.model.model, EVERYTHING
         if first_model is not None:
             first_model.load_model(self.saved, INIT_FROM_NEEDS)
         self._rates = [
