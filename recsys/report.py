@@ -58,6 +58,16 @@ __all__ = [
 ]
 
 _METRICS_OF_RUNS = (
+    "recall_at_k",
+    "recall_standard_error",
+    "ndcg_at_k",
+    "ndcg_standard_error",
+    "item_knn_recall_at_k",
+    "item_knn_ndcg_at_k",
+    "popularity_recall_at_k",
+    "popularity_ndcg_at_k",
+    "num_rankings",
+    "num_unknown_items",
     "auc",
     "auc_standard_error",
     "logloss",
@@ -69,16 +79,6 @@ _METRICS_OF_RUNS = (
     "gauc",
     "num_groups",
     "num_groups_left_out",
-    "recall_at_k",
-    "recall_standard_error",
-    "ndcg_at_k",
-    "ndcg_standard_error",
-    "item_knn_recall_at_k",
-    "item_knn_ndcg_at_k",
-    "popularity_recall_at_k",
-    "popularity_ndcg_at_k",
-    "num_rankings",
-    "num_unknown_items",
 )
 _BASELINES = ("item_knn", "popularity")
 _FEW = 30  # points of a curve that are marked

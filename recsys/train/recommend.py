@@ -184,9 +184,9 @@ class Recommender:
         ]
         if lacking:
             raise DatasetFormatError(
-                f"{self._schema.group} {users[lacking[0]].as_py()!r}: store {self.store.path} has "
-                f"no positive sample of it, and of {len(lacking) - 1} more, so nothing is known of "
-                "them; leave them out, or name a store with their rows"
+                f"{self._schema.group} {users[lacking[0]].as_py()!r}: {self.store.path} has no "
+                f"positive sample of {len(lacking)} of the {len(groups)} users, of whom it is the "
+                "first; leave them out, or name a store with their rows"
             )
         return groups, samples
 

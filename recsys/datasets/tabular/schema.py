@@ -770,6 +770,6 @@ def _explain(error: ValidationError) -> str:
     if fault["type"] == "value_error":
         return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {key}; docs/tables.md lists the keys"
+        return f"unknown key {key}: correct its name, or delete it (docs/tables.md lists the keys)"
     rule = re.sub("^(Input|Value) should", "must", fault["msg"])
     return f"{key or 'a schema'}: {rule}, got {value}"

@@ -127,8 +127,9 @@ def divide_budget(budget: int, spaces: Sequence[SpaceSize], num_pinned: Sequence
     left = budget - map_bytes(sum(space.num_rows for space in spaces))
     if left < sum(costs):
         raise BudgetTooSmall(
-            f"budget must be at least {budget - left + sum(costs)} bytes, for the row maps and a "
-            f"slot of each dim and dtype, got {budget}"
+            f"budget must be at least {budget - left + sum(costs)} bytes "
+            f"({format_bytes(budget - left + sum(costs))}), for the row maps and a slot of each "
+            f"dim and dtype, got {budget} ({format_bytes(budget)})"
         )
     beside = list(num_pinned)
 
