@@ -563,7 +563,7 @@ def require_metric(config: TrainConfig, source: SampleSource) -> None:
     metric, split = config.early_stopping.metric, config.eval.split
     is_ranked = isinstance(source, Store) and "ranking" in source.meta
     has_groups = isinstance(source, Store) and source.groups is not None
-    null = ("auc", "gauc", "normalized_entropy") if is_ranked else RANKING_METRICS
+    null = ("auc", "gauc", "normalized_entropy", "accuracy") if is_ranked else RANKING_METRICS
     if metric in null or (metric == "gauc" and not has_groups):
         raise ConfigError(
             f"early_stopping.metric {metric!r} is null on this data: data with [negatives] in its "

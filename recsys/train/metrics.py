@@ -9,8 +9,8 @@
     logloss                 mean binary cross-entropy, in nats
     normalized_entropy      `logloss` divided by the logloss of always predicting the mean label;
                             None if all labels are equal
-    calibration             mean prediction divided by mean label; None without positive labels
-    accuracy                share of predictions on the right side of 0.5
+    calibration             mean prediction divided by mean label; None if all labels are equal
+    accuracy                share of predictions on the right side of 0.5; None as before
     num_samples             number of samples
     num_positives           those with label 1
 
@@ -133,8 +133,8 @@ class MetricsAccumulator:
             "auc_standard_error": _standard_error(positives, negatives),
             "logloss": logloss,
             "normalized_entropy": None if entropy is None else float(logloss / entropy),
-            "calibration": self._prediction / self._num_positive if self._num_positive else None,
-            "accuracy": self._num_right / self.num_samples,
+            "calibration": None if entropy is None else self._prediction / self._num_positive,
+            "accuracy": None if entropy is None else self._num_right / self.num_samples,
             "num_samples": self.num_samples,
             "num_positives": self._num_positive,
         }
