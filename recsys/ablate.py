@@ -417,10 +417,11 @@ def _train(
 ) -> None:
     """Train a cell; one that was stopped continues from its checkpoint."""
     run = RunFolder(folder / "cells" / name)
-    if _config_of(run) != config:
+    resume = _config_of(run) == config
+    if not resume:
         shutil.rmtree(run.path, ignore_errors=True)
     with suppress(TrainingDiverged):  # the record of the cell says so
-        run_cell(config, run.path, resume=run.path.exists(), show_progress=show_progress)
+        run_cell(config, run.path, resume=resume, show_progress=show_progress)
 
 
 def _described(config: AblationConfig) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Verification:
         return not self.differences
 
     def __str__(self) -> str:
-        verdict = "DIFFERS (float64 shows whether by rounding)" if self.differences else "agrees"
+        verdict = "DIFFERS" if self.differences else "agrees"
         lines = [
             f"{verdict}: {counted(self.num_steps, 'step')}; rtol {self.rtol:g}, atol {self.atol:g}"
         ]

@@ -142,7 +142,7 @@ def evaluate_split(
             "all logits of the model lie in [0, 1], as probabilities do, and its predictions are "
             "too high; if forward ends with a sigmoid, leave it out: the loss and predictions "
             "apply one",
-            stacklevel=3,
+            stacklevel=4,
         )
     return found
 
@@ -171,7 +171,7 @@ def with_ranking(
         warnings.warn(
             f"{source.path} has no training part: what its groups chose before is not known, so "
             "no items are ranked; evaluate on the store that the model was trained on",
-            stacklevel=3,
+            stacklevel=4,
         )
         return found
     with _evaluating(model):

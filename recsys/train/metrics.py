@@ -10,7 +10,8 @@
     normalized_entropy      `logloss` divided by the logloss of always predicting the mean label;
                             None if all labels are equal
     calibration             mean prediction divided by mean label; None if all labels are equal
-    accuracy                share of predictions on the right side of 0.5; None as before
+    accuracy                share of predictions on the right side of 0.5; None if all labels are
+                            equal
     num_samples             number of samples
     num_positives           those with label 1
 
@@ -35,7 +36,8 @@
 Metrics are dictionaries of JSON types by these names, as in the run record.
 
 Every metric counts each sample once: sample weights are not read. AUC is exact: every float32 score
-is kept, and pairs are counted in integers. Sums run in float64.
+is kept, and pairs are counted in integers. Sums run in float64, those of ranks for GAUC, too, which
+are exact up to 90 million samples in a group.
 
     GAUC           sum over groups of (samples * AUC) / sum over these groups of samples.
                    A group with one kind of label has no AUC, and is left out of both sums
@@ -166,8 +168,9 @@ def evaluate_groups(
     """
     frame = pd.DataFrame({"group": groups, "score": scores, "positives": labels.astype(np.int64)})
     # Equal scores share the mean of their ranks, so a tie counts half. Ranks are exact: halves.
-    frame["ranks"] = frame.groupby("group")["score"].rank() * frame["positives"]
-    found = frame.groupby("group").agg(
+    by_group = frame.groupby("group")
+    frame["ranks"] = by_group["score"].rank() * frame["positives"]
+    found = by_group.agg(
         ranks=("ranks", "sum"), positives=("positives", "sum"), samples=("score", "size")
     )
     found["pairs"] = found["positives"] * (found["samples"] - found["positives"])

@@ -177,7 +177,7 @@ class HotPlan:
         elif budget_bytes < self.floor_bytes:
             raise BudgetTooSmall(
                 f"budget must be at least {self.floor_bytes} bytes "
-                f"({format_bytes(self.floor_bytes)}), got {budget_bytes} "
+                f"({format_bytes(round_up_as_written(self.floor_bytes))}), got {budget_bytes} "
                 f"({format_bytes(budget_bytes)}): {format_bytes(self.map_bytes)} for the row "
                 f"map of {len(self._is_pinned):,} rows, {format_bytes(self.shared_bytes)} for the "
                 "rows that mini-batches look up; raise it, or make the mini-batches smaller"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from recsys._support.sizes import format_bytes
+from recsys._support.sizes import format_bytes, round_up_as_written
 from recsys._support.user_code import warn_caller
 from recsys.embeddings.kernels.cpu.row_map import MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT
 from recsys.embeddings.rows.tables import compute_dtype
@@ -126,10 +126,11 @@ def divide_budget(budget: int, spaces: Sequence[SpaceSize], num_pinned: Sequence
     costs = [space.slot_bytes for space in spaces]
     left = budget - map_bytes(sum(space.num_rows for space in spaces))
     if left < sum(costs):
+        least = budget - left + sum(costs)
         raise BudgetTooSmall(
-            f"budget must be at least {budget - left + sum(costs)} bytes "
-            f"({format_bytes(budget - left + sum(costs))}), for the row maps and a slot of each "
-            f"dim and dtype, got {budget} ({format_bytes(budget)})"
+            f"budget must be at least {least} bytes ({format_bytes(round_up_as_written(least))}), "
+            f"for the row maps and a slot of each dim and dtype, got {budget} "
+            f"({format_bytes(budget)})"
         )
     beside = list(num_pinned)
 
