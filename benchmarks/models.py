@@ -557,6 +557,8 @@ def _cases() -> list[_Case]:
         _Case("classic", "sgd", 2048, kaggle),
         _Case("tbsm", "sgd", 256, (200_000, 200_000, 9_439)),
         _Case("bags", "sgd", 128, tables[:4]),
+        _Case("bags", "sgd", 128, tables),
+        _Case("bags", "sgd", 1024, tables),
         _Case("bags", "adagrad", 2048, tables[:4], is_jagged=True),
         _Case("embeddings", "sgd", 128, tables[:4], is_jagged=True),
         _Case("collection", "adagrad", 128, tables, is_jagged=True),
