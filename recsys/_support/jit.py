@@ -67,23 +67,23 @@ def inlined_part(function: _F) -> _F:
 
 
 class ParallelKernel(Generic[_P, _R]):
-    """Like `kernel`, for a function whose `prange` loops run on several threads."""
+    """Like `kernel`, for a function whose `prange` loops run on several threads.
+
+    Attributes:
+        alone: The kernel on the calling thread: small work ends before another thread wakes.
+    """
 
     def __init__(self, function: Callable[_P, _R]) -> None:
         update_wrapper(self, function)
         self._parallel = _compile(function, is_parallel=True)
-        self._serial: Callable[_P, _R] = _compile(_under_another_name(function), is_parallel=False)
+        self.alone: Callable[_P, _R] = _compile(_under_another_name(function), is_parallel=False)
 
     def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
         """Run the kernel, on several threads unless one of this module's four cases holds."""
         is_shared = (
             get_num_threads() > 1 and _threads_are_here() and not _forks and not _thread.works_alone
         )
-        return (self._parallel if is_shared else self._serial)(*arguments, **more)
-
-    def alone(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
-        """Run the kernel on the calling thread: small work is done before another thread wakes."""
-        return self._serial(*arguments, **more)
+        return (self._parallel if is_shared else self.alone)(*arguments, **more)
 
 
 parallel_kernel = ParallelKernel  # as a decorator

@@ -59,8 +59,8 @@ def of_torchrec(tables, *, is_pooled=True, **options):
     return make(tables=configs, **options)
 
 
-def light(weights=None, values=VALUES):
-    return JaggedIds(KEYS, values, OFFSETS, weights)
+def light(weights=None, values=VALUES, offsets=OFFSETS):
+    return JaggedIds(KEYS, values, offsets, weights)
 
 
 def keyed(weights=None, values=VALUES, keys=KEYS, **parts):
@@ -76,21 +76,23 @@ def wave(values):
     return torch.arange(1.0, values.numel() + 1).view_as(values).sin()
 
 
+@pytest.mark.parametrize("optimizer", [None, Adagrad(lr=0.1)], ids=["torchs", "ours"])
+@pytest.mark.parametrize("offsets", [OFFSETS, torch.arange(13)], ids=["several ids", "one id"])
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("dims", [(4, 4, 4), (8, 4, 8)])
 @pytest.mark.parametrize("read", [light, keyed])
-def test_a_collection_of_bags_trains_as_torchrecs(read, dims, is_weighted):
+def test_a_collection_of_bags_trains_as_torchrecs(read, dims, is_weighted, offsets, optimizer):
     configs = tables(dims, ("sum",) * 3 if is_weighted else ("sum", "mean", "sum"))
     plain = of_torchrec(configs, is_weighted=is_weighted)
-    theirs = torch.optim.Adagrad(plain.parameters(), lr=0.1)
     ours = HotColdEmbeddingBagCollection(
-        plain.embedding_bag_configs(), is_weighted, optimizer=Adagrad(lr=0.1)
+        plain.embedding_bag_configs(), is_weighted, optimizer=optimizer
     )
     fill(ours, plain)
     assert list(ours.state_dict()) == list(plain.state_dict())
-    weights = WEIGHTS if is_weighted else None
+    theirs = torch.optim.Adagrad([*plain.parameters(), *ours.parameters()], lr=0.1)
+    given = {"weights": WEIGHTS if is_weighted else None, "offsets": offsets}
     for number in range(3):
-        found, expected = ours(read(weights)), plain(keyed(weights))
+        found, expected = ours(read(**given)), plain(keyed(**given))
         assert type(found) is (PooledEmbeddings if read is light else type(expected))
         assert found.keys() == expected.keys()
         torch.testing.assert_close(found.values(), expected.values())

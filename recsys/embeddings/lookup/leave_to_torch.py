@@ -45,23 +45,25 @@ def look_up_for_torch(
         IdOutOfRange, MalformedBags, ValueError: as for `lookup.look_up`.
     """
     if not is_grad_enabled():
-        return _pool(parts, bags, width)
+        return _pool(parts, bags, width)[0]
     tables = [group.tables[table] for group, lookups in parts for table in lookups.tables]
     result: Tensor = _Lookup.apply(parts, bags, width, is_sparse, bags.weights, *tables)  # type: ignore[no-untyped-call]
     return result
 
 
-def _pool(parts: Sequence[Part], bags: Bags, width: int, kept: Tensor | None = None) -> Tensor:
-    made = new_kept(parts[0][0], bags.ids.numel(), bags.num_bags) if kept is None else kept
+def _pool(parts: Sequence[Part], bags: Bags, width: int) -> tuple[Tensor, Tensor, list[int]]:
+    """The pooled rows, what was kept, and `num_bounds` of each part's `Call`."""
+    kept = new_kept(parts[0][0], bags.ids.numel(), bags.num_bags)
     for group, _ in parts[1:]:  # a part whose tables moved changes where others of a group are
         group.notice_moved_tables()
     located = [group.locate(lookups) for group, lookups in parts]
     dtype, device = require_one_dtype(parts, bags.weights), parts[0][0].device
     result = torch.empty(bags.num_samples, width, dtype=dtype, device=device)
-    for (group, lookups), one in zip(parts, located, strict=True):
-        if bags.num_samples:
-            pool_part(group, lookups, one.lookups_5L, bags, made, result)
-    return result
+    num_bounds = [
+        pool_part(group, lookups, one.lookups_5L, bags, kept, result) if bags.num_samples else 0
+        for (group, lookups), one in zip(parts, located, strict=True)
+    ]
+    return result, kept, num_bounds
 
 
 class _Lookup(torch.autograd.Function):
@@ -75,13 +77,13 @@ class _Lookup(torch.autograd.Function):
         weights: Tensor | None,
         *tables: Tensor,
     ) -> Tensor:
-        num_ids, num_bags = bags.ids.numel(), bags.num_bags
-        kept = new_kept(parts[0][0], num_ids, num_bags)
-        result = _pool(parts, bags, width, kept)
-        is_one_hot = bags.offsets is None and num_ids == num_bags and weights is None
-        of_input = kept, num_ids, bags.num_samples, 0 if is_one_hot else num_bags
+        result, kept, num_bounds = _pool(parts, bags, width)
+        of_input = kept, bags.ids.numel(), bags.num_samples
         copied = None if weights is None else weights.detach().clone()
-        ctx.calls = [(group, Call(0, lookups, *of_input, copied, 0)) for group, lookups in parts]
+        ctx.calls = [
+            (group, Call(0, lookups, *of_input, num, copied, 0))
+            for (group, lookups), num in zip(parts, num_bounds, strict=True)
+        ]
         ctx.is_sparse = is_sparse
         if ctx.needs_input_grad[4]:
             ctx.save_for_backward(*tables)  # torch notices writes to them

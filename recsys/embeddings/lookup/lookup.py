@@ -38,7 +38,7 @@ from recsys._support.torch_compat import (
     versions_of,
 )
 from recsys.embeddings.kernels.cpu.lookup import Input, leave_out, pool, weight_gradients
-from recsys.embeddings.kernels.cpu.row_map import IN_FLIGHT, LEFT_OUT, OK
+from recsys.embeddings.kernels.cpu.row_map import IN_FLIGHT, LEFT_OUT, OK, ONE_HOT
 from recsys.embeddings.lookup.inputs import explain
 from recsys.embeddings.rows.bags import addresses
 from recsys.embeddings.rows.grads import leave_to_released
@@ -175,7 +175,7 @@ def look_up(
         RuntimeError: DistributedDataParallel would leave processes with different rows.
         ValueError: tables or weights have other compute dtypes.
     """
-    ids, offsets, weights, num_samples, num_bags, _ = bags
+    ids, _, weights, num_samples, num_bags, _ = bags
     num_ids, is_training = ids.numel(), False
     with DisableTorchFunctionSubclass():  # internal reads of tables
         for group, _ in parts[1:]:  # a part whose tables moved changes where others of a group are
@@ -209,17 +209,16 @@ def look_up(
         result = _empty(*kind)
     # A copy, because the caller may write to them before the update.
     copied = weights.detach().clone() if weights is not None and is_recorded else None
-    is_one_hot = offsets is None and num_ids == num_bags and weights is None
-    of_input = kept, num_ids, num_samples, 0 if is_one_hot else num_bags, copied
     number, calls = _next_lookup(), []
     for (group, lookups), one in zip(parts, located, strict=True):
-        fetcher = group.fetcher
+        fetcher, num_bounds = group.fetcher, 0
         if fetcher is not None and is_training and num_samples:
             fetcher.before_lookup(lookups, bags)
         if num_samples:
-            pool_part(group, lookups, one.lookups_5L, bags, kept, result)
+            num_bounds = pool_part(group, lookups, one.lookups_5L, bags, kept, result)
         num_started = 0 if fetcher is None else fetcher.num_started
-        calls.append((group, Call(number, lookups, *of_input, num_started)))
+        of_input = num_ids, num_samples, num_bounds, copied
+        calls.append((group, Call(number, lookups, kept, *of_input, num_started)))
     if is_recorded:
         if untrained_row is not None:
             calls = [(group, _without_row(group, call, untrained_row)) for group, call in calls]
@@ -276,11 +275,16 @@ def pool_part(
     bags: Bags,
     kept: Tensor,
     result: Tensor,
-) -> None:
-    """Look up in one group; if a row is on its way, wait for it and look up again."""
+) -> int:
+    """Look up in one group; if a row is on its way, wait for it and look up again.
+
+    Returns:
+        `num_bounds` of a `Call`.
+    """
     if group.is_on_device:
         group.pool(lookups, lookups_5L, bags, kept, result)  # type: ignore[attr-defined]
-        return
+        is_one_hot = bags.offsets is None and bags.ids.numel() == bags.num_bags
+        return 0 if is_one_hot and bags.weights is None else bags.num_bags
     given = addresses(bags, kept.data_ptr(), is_mean=lookups.is_mean)
     arguments = lookups_5L, given, result.data_ptr(), result.shape[1]
     if group.fetcher is None:
@@ -292,8 +296,9 @@ def pool_part(
             if code == IN_FLIGHT:
                 group.fetcher.settle()
                 code = pool(group.kernel, group.for_lookups, *arguments)
-    if code != OK:
+    if code not in (OK, ONE_HOT):
         raise explain(group, lookups, bags, code)
+    return 0 if code == ONE_HOT else bags.num_bags
 
 
 def _empty(num_samples: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
 from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch, prefetch_run
 from recsys.embeddings.kernels.cpu.intrinsics.summing import add_bag
 from recsys.embeddings.kernels.cpu.rounding import widen
-from recsys.embeddings.kernels.cpu.row_map import BAD_OFFSETS, IN_FLIGHT, NOWHERE, OK
+from recsys.embeddings.kernels.cpu.row_map import BAD_OFFSETS, IN_FLIGHT, NOWHERE, OK, ONE_HOT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -122,8 +122,9 @@ def pool(
         width: W.
 
     Returns:
-        OK; IN_FLIGHT if a row is on its way; BAD_OFFSETS; or the position of the first id that is
-        not a row. Unless OK, the result is undefined.
+        OK; ONE_HOT if it is also true that bag i is id i, and only ids are kept; IN_FLIGHT if a row
+        is on its way; BAD_OFFSETS; or the position of the first id that is not a row. The result is
+        undefined if there is an error.
     """
     is_small = given.num_ids * rows[1] * rows[0].itemsize < MIN_SHARED_BYTES
     return (kernel.alone if is_small else kernel)(
@@ -174,6 +175,15 @@ def _keep_ids(
 
 
 @inlined_part
+def _count_up(offsets: NDArray[Any]) -> bool:
+    """Whether offsets are 0, 1, 2, ..."""
+    differing = _ZERO
+    for bag in range(np.uint64(len(offsets))):
+        differing |= np.uint64(offsets[bag]) ^ bag
+    return bool(differing == _ZERO)
+
+
+@inlined_part
 def _keep_offsets(
     kept: NDArray[np.int32],
     num_ids: int,
@@ -181,29 +191,23 @@ def _keep_offsets(
     length: int,
     first: np.uint64,
     last: np.uint64,
-) -> tuple[bool, bool]:
-    """Copy where bags `first` to `last` begin and end, after the ids.
-
-    Returns:
-        Whether they ascend, and whether bag i is id i.
-    """
+) -> bool:
+    """Copy where bags `first` to `last` begin and end, after the ids; whether they ascend."""
     end = np.uint64(num_ids)
     are_good: Any = True
-    are_one_hot: Any = True
     if len(offsets) == 0:
         for bag in range(first, last):
             kept[end + bag] = np.int32(bag * np.uint64(length))
             kept[end + bag + _ONE] = np.int32((bag + _ONE) * np.uint64(length))
-        return True, length == 1
+        return True
     for bag in range(first, last):
         begin, until = np.uint64(offsets[bag]), end
         if bag + _ONE < np.uint64(len(offsets)):
             until = np.uint64(offsets[bag + _ONE])
         are_good &= begin <= until and until <= end
-        are_one_hot &= begin == bag and until == bag + _ONE
         kept[end + bag] = np.int32(begin)
         kept[end + bag + _ONE] = np.int32(until)
-    return are_good, are_one_hot
+    return bool(are_good)
 
 
 @inlined_part
@@ -268,7 +272,11 @@ def _kernel(
         result = array_at(result_at, num_samples * width, like_result)
         has_weights = weights_at != 0
         weights_N = array_at(weights_at, num_ids if has_weights else 0, like_result)
-        is_one_hot = num_offsets == 0 and num_ids == num_bags and not has_weights
+        is_one_hot = (
+            num_ids == num_bags
+            and not has_weights
+            and (_count_up(offsets64) if is_wide else _count_up(offsets32))
+        )
         codes = np.full(num_parts, OK)
         if not is_one_hot:
             if num_offsets:
@@ -283,21 +291,12 @@ def _kernel(
                 begin = np.uint64(part * num_bags // num_parts)
                 end = np.uint64((part + 1) * num_bags // num_parts)
                 if is_wide:
-                    are_good, are_one_hot = _keep_offsets(
-                        kept, num_ids, offsets64, length, begin, end
-                    )
+                    are_good = _keep_offsets(kept, num_ids, offsets64, length, begin, end)
                 else:
-                    are_good, are_one_hot = _keep_offsets(
-                        kept, num_ids, offsets32, length, begin, end
-                    )
-                codes[part] = (0 if are_one_hot else OK) if are_good else BAD_OFFSETS
-            are_all_one_hot = not has_weights
-            for part in range(num_parts):
-                if codes[part] == BAD_OFFSETS:
-                    return BAD_OFFSETS
-                are_all_one_hot &= codes[part] == 0
-                codes[part] = OK
-            is_one_hot = are_all_one_hot
+                    are_good = _keep_offsets(kept, num_ids, offsets32, length, begin, end)
+                codes[part] = OK if are_good else BAD_OFFSETS
+            if (codes != OK).any():
+                return BAD_OFFSETS
         for part in prange(num_parts):
             # Inside the loop: numba would pass a constant from outside as a variable.
             dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
@@ -380,7 +379,7 @@ def _kernel(
                             result[target + d] /= count
                     target += np.uint64(width)
         found: int = _first_code(codes)
-        return found
+        return ONE_HOT if is_one_hot and found == OK else found
 
     return pool_bags
 

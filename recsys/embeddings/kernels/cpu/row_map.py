@@ -33,6 +33,7 @@ __all__ = [
     "MARK_BYTES_PER_SLOT",
     "NOWHERE",
     "OK",
+    "ONE_HOT",
     "WANTED",
     "Marks",
     "make_marks",
@@ -41,7 +42,8 @@ __all__ = [
 NOWHERE, LEAVING, WANTED, ARRIVING = np.int32(-1), np.int32(-2), np.int32(-3), np.int32(-4)
 # In row_of_slot; and on a device, an id that adds nothing to its bag, as that of padding.
 EMPTY, LEFT_OUT = np.int32(-1), -(2**31)
-OK, IN_FLIGHT, BAD_OFFSETS = -1, -2, -3  # results of lookups; others are positions of bad ids
+# Results of lookups; others are positions of bad ids. ONE_HOT is OK where bag i is id i.
+OK, IN_FLIGHT, BAD_OFFSETS, ONE_HOT = -1, -2, -3, -4
 MAP_BYTES_PER_ROW, MARK_BYTES_PER_SLOT = 4, 11
 
 
