@@ -681,7 +681,7 @@ def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
     ranked = evaluated.dropna(subset="recall_at_k")
     for metric in RANKING_METRICS if len(ranked) else ():
         names = {split: metric} | {name: f"{name}_{metric}" for name in _BASELINES}
-        curves[metric.replace("_", " ")] = {
+        curves[metric.replace("_", " ").replace("ndcg", "NDCG")] = {
             name: (ranked["at"], ranked[key]) for name, key in names.items()
         }
     return curves

@@ -111,8 +111,7 @@ class EarlyStopping(Callback):
 
     Args:
         patience: Evaluations, at least 1.
-        metric: "auc", "gauc", "accuracy", "recall_at_k" or "ndcg_at_k", of which higher is better,
-            or "logloss" or "normalized_entropy".
+        metric: As the key `early_stopping.metric`.
         min_delta: An evaluation is an improvement if it is better than the last improvement by more
             than this. The first one is an improvement.
         keep: The weights that the run saves and evaluates at its end: "best", those of the best
@@ -566,9 +565,8 @@ def require_metric(config: TrainConfig, source: SampleSource) -> None:
     null = ("auc", "gauc", "normalized_entropy", "accuracy") if is_ranked else RANKING_METRICS
     if metric in null or (metric == "gauc" and not has_groups):
         raise ConfigError(
-            f"early_stopping.metric {metric!r} is null on this data: data with [negatives] in its "
-            "schema, or with positives alone, has 'recall_at_k' and 'ndcg_at_k'; other data has "
-            "'auc', and 'gauc' if it has groups"
+            f"early_stopping.metric {metric!r} is null on this data; choose one of "
+            f"{sorted(IS_HIGHER_BETTER.keys() - null)}; 'gauc' needs a group in the schema"
         )
     if split == "test":
         warnings.warn(

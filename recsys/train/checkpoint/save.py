@@ -145,7 +145,7 @@ class Checkpoints:
         self._folder, self._share = Path(folder), share
         self._lock_file = self._folder / "LOCK"
         self._contents = Contents(model, listed(optimizers), share)
-        self._full: PieceWriter | None = None  # that no checkpoint has yet
+        self._full: PieceWriter | None = None  # one that no manifest names yet
         self._full_copied: Future[None]
         self._continues = after is not None  # the last checkpoint, by a delta
         self._cut: _Cut | None = None
