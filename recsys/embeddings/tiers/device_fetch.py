@@ -104,8 +104,9 @@ class DeviceFetcher(Fetcher):
 
     def begin_update(self, entries: Sequence[Entry]) -> None:
         """As there."""
-        self._versions = None
-        self.settle()
+        with self.lock:
+            self._versions = None
+            self.settle()
 
     def settle(self) -> None:
         """Let the current stream wait until no row is on its way; the host does not."""

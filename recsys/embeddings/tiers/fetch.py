@@ -238,9 +238,10 @@ class Fetcher:
 
     def begin_update(self, entries: Sequence[Entry]) -> None:
         """Let no transfer touch these rows; writes are our own until `accept_writes`."""
-        if self.queue and any(entry.call.num_started != self.num_started for entry in entries):
-            self.settle()
-        self._versions = None
+        with self.lock:  # not while a lookup of another thread asks for writes
+            if self.queue and any(entry.call.num_started != self.num_started for entry in entries):
+                self.settle()
+            self._versions = None
 
     def end_generation(self) -> None:
         """Let the slots of the current mini-batch be taken."""
@@ -363,7 +364,8 @@ class Fetcher:
 
     def accept_writes(self) -> None:
         """Take the tables and their state as known."""
-        self._versions = versions_of((*self._group.tensors, *self._views))
+        with self.lock:
+            self._versions = versions_of((*self._group.tensors, *self._views))
 
     def notice_writes(self) -> None:
         """Let rows leave their slots if a caller has written to the tables.

@@ -16,7 +16,7 @@ import torch
 import recsys
 from recsys.embeddings import SGD, Adagrad, Adam
 from recsys.embeddings.tiers.budget import give_slots
-from recsys.embeddings.tiers.fetch import Fetcher
+from recsys.embeddings.tiers.fetch import Fetcher, versions_of
 from recsys.embeddings.tiers.file_store import ColdFiles
 from recsys.embeddings.tiers.queue import TransferQueue
 from recsys.embeddings.tiers.transfer import Transfer
@@ -167,7 +167,12 @@ class TestRaces:
         assert are_same(both)
 
 
-def test_another_thread_may_evaluate_while_rows_move():
+def test_another_thread_may_evaluate_while_rows_move(monkeypatch):
+    def pause():  # of the thread that evaluates, between what it compares
+        return time.sleep(0.001 * (threading.current_thread() is not threading.main_thread()))
+
+    name = f"{Fetcher.__module__}.versions_of"
+    monkeypatch.setattr(name, lambda tensors: (versions_of(tensors), pause())[0])
     both = pair(num_slots=3, formula=SGD(lr=0.0))
     every_row, is_done, found = ids(both, *range(20)), threading.Event(), []
 
