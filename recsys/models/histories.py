@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from recsys.batch import Features
     from recsys.embeddings.collection import JaggedEmbeddings
 
-__all__ = ["FeatureRoles", "bags_of_rows", "feature_roles", "look_up", "pad_left", "sum_of_bags"]
+__all__ = [
+    "FeatureRoles",
+    "bags_of_rows",
+    "feature_roles",
+    "look_up",
+    "pad_left",
+    "steps_back",
+    "sum_of_bags",
+]
 
 
 class FeatureRoles(NamedTuple):
@@ -119,6 +127,17 @@ def bags_of_rows(lengths: Tensor, num_rows: int) -> Tensor:
     return torch.repeat_interleave(lengths, output_size=num_rows).long()
 
 
+def steps_back(lengths: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The bag of each row, and its place from the bag's end: 1 for the last row.
+
+    Shape:
+        lengths (B,), with sum N, which is not checked; results (N,) int64.
+    """
+    bags = bags_of_rows(lengths, num_rows)
+    rows = torch.arange(num_rows, device=lengths.device)
+    return bags, lengths.cumsum(0).index_select(0, bags) - rows
+
+
 def sum_of_bags(values: Tensor, lengths: Tensor, bags: Tensor | None = None) -> Tensor:
     """The sum of each bag's rows; an empty bag gives zeros.
 
@@ -158,9 +177,7 @@ def pad_left(values: Tensor, lengths: Tensor, num_steps: int) -> tuple[Tensor, T
     is_step = torch.arange(num_steps, device=lengths.device) >= num_steps - lengths.unsqueeze(1)
     if _has_bags_of(num_steps, values, lengths):
         return values.view(num_bags, num_steps, dim), is_step
-    bags = bags_of_rows(lengths, values.shape[0])
-    row = torch.arange(values.shape[0], device=values.device)
-    back = lengths.cumsum(0).index_select(0, bags) - row  # 1 for the last row of a bag
+    bags, back = steps_back(lengths, values.shape[0])
     unused = num_bags * num_steps  # a position after the result, for the rows of longer bags
     positions = torch.where(back <= num_steps, (bags + 1) * num_steps - back, unused)
     padded = values.new_zeros(unused + 1, dim).index_copy(0, positions, values)

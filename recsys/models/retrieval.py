@@ -239,11 +239,11 @@ class RetrievalTrain(DLRMTrain):
         drawn = torch.randint(model.num_items, (self._num_sampled,), device=targets.device)
         rows = torch.cat([targets, drawn])
         expected = self._shares[rows] * len(targets) + self._num_sampled / model.num_items
-        logits = users @ torch.cat([items, model.items(drawn)]).T - expected.log()
+        items = torch.cat([items, model.items(drawn)])
         own = torch.arange(len(targets), device=targets.device)
-        is_other = torch.ones_like(logits, dtype=torch.bool)
-        is_other[own, own] = False
-        logits = logits.masked_fill(is_other & (rows == targets.unsqueeze(1)), -torch.inf)
+        is_again = rows == targets.unsqueeze(1)  # elsewhere than at the sample's own place
+        is_again[own, own] = False
+        logits = (users @ items.T - expected.log()).masked_fill_(is_again, -torch.inf)
         return functional.cross_entropy(logits, own, reduction="none")
 
 

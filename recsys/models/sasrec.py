@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recsys.models.histories import pad_left, sum_of_bags
+from recsys.models.histories import steps_back, sum_of_bags
 from recsys.models.retrieval import AbstractRetrievalModel
 
 if TYPE_CHECKING:
@@ -116,15 +116,18 @@ class SASRec(AbstractRetrievalModel):
     def _last_step(self, history: JaggedEmbeddings, kind: Tensor) -> Tensor:
         """The last step of each history after all blocks, (B, D)."""
         num_steps, dim = self.positions.shape
-        steps, is_step = pad_left(history.values(), history.lengths(), num_steps)
-        steps = self.dropout(steps * sqrt(dim) + self.positions + kind)
-        is_seen = torch.ones(num_steps, num_steps, dtype=torch.bool, device=steps.device).tril()
-        # A step that is missing sees itself: a softmax over nothing would be nan.
-        is_itself = torch.eye(num_steps, dtype=torch.bool, device=steps.device)
-        is_seen = (is_seen & is_step.unsqueeze(1)) | is_itself
+        lengths, size = history.lengths(), (history.lengths().shape[0], num_steps)
+        bags, back = steps_back(lengths, history.values().shape[0])
+        used = (back <= num_steps).nonzero()[:, 0]
+        bags, back = bags[used], back[used]
+        steps = history.values().index_select(0, used) * sqrt(dim) + kind
+        steps = self.dropout(steps + self.positions.index_select(0, num_steps - back))
+        # Steps stand first in their rows, so none sees what is missing, which comes after them.
+        places = bags * num_steps + lengths.clamp(max=num_steps)[bags] - back
+        last = (back == 1).nonzero()[:, 0]
         for number, block in enumerate(self.blocks, 1):
-            steps = block(steps, is_seen, 1 if number == len(self.blocks) else num_steps)
-        return torch.where(is_step[:, -1:], steps[:, -1], self.no_history)
+            steps = block(steps, places, last if number == len(self.blocks) else slice(None), size)
+        return self.no_history.expand(size[0], dim).index_copy(0, bags[last], steps)
 
 
 class _Block(nn.Module):
@@ -145,27 +148,32 @@ class _Block(nn.Module):
             nn.Linear(4 * dim, dim, device=device),
         )
 
-    def forward(self, steps: Tensor, is_seen: Tensor, num_last: int) -> Tensor:
-        """The last steps, of which alone results are needed.
+    def forward(
+        self, steps: Tensor, places: Tensor, needed: Tensor | slice, size: tuple[int, int]
+    ) -> Tensor:
+        """The steps after this block; only attention takes room for steps that are missing.
 
         Args:
-            steps: All steps.
-            is_seen: Whether a step (second place) sees another (third place).
-            num_last: How many steps are computed, L.
+            steps: The steps of all histories.
+            places: Where they stand among B x T places.
+            needed: The steps that are results.
+            size: B and T.
 
         Shape:
-            steps (B, T, D); is_seen (B, T, T); result (B, L, D).
+            steps (N, D); places (N,); needed (n,) or a slice; result (n, D).
         """
-        size, num_steps, dim = steps.shape
-        parts = self.inputs(self.norm(steps)).view(size, num_steps, 3, self._num_heads, -1)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
+        parts = self.inputs(self.norm(steps))
+        padded = parts.new_zeros(size[0] * size[1], parts.shape[1]).index_copy(0, places, parts)
+        padded = padded.view(*size, 3, self._num_heads, -1)
+        query, key, value = padded.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
         found = functional.scaled_dot_product_attention(
-            query[:, :, -num_last:],
+            query,
             key,
             value,
-            is_seen[:, None, -num_last:],
-            self.dropout.p if self.training else 0.0,
+            dropout_p=self.dropout.p if self.training else 0.0,
+            is_causal=True,
         )
-        attended = self.output(found.transpose(1, 2).reshape(size, num_last, dim))
-        steps = steps[:, -num_last:] + self.dropout(attended)
+        steps, places = steps[needed], places[needed]
+        found = found.transpose(1, 2).reshape(-1, steps.shape[1]).index_select(0, places)
+        steps = steps + self.dropout(self.output(found))
         return cast("Tensor", steps + self.dropout(self.mlp(steps)))
