@@ -25,6 +25,7 @@ pydantic.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import reprlib
@@ -45,6 +46,7 @@ from typing import (
     cast,
     get_args,
     get_origin,
+    get_type_hints,
 )
 
 import tomli_w
@@ -52,19 +54,20 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from recsys._support.sizes import parse_bytes
-from recsys._support.untrusted import parse_toml
-from recsys.embeddings.staleness.settings import Staleness
+from recsys._support.untrusted import LIMITS, AbstractSettings, parse_toml
 from recsys.errors import ConfigError
+from recsys.pipeline.schedule import LookAhead
 from recsys.pipeline.skip.policies import (
     DropInput,
     FreezeRows,
-    Guard,
     Importance,
     Observe,
     Paper,
@@ -74,7 +77,7 @@ from recsys.pipeline.skip.policies import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -82,27 +85,18 @@ __all__ = [
     "CheckpointConfig",
     "CrossNetConfig",
     "DINConfig",
-    "DropInputConfig",
     "EarlyStoppingConfig",
     "EvalConfig",
     "FAEConfig",
-    "GuardConfig",
     "HotlineConfig",
-    "ImportanceConfig",
     "InteractionConfig",
     "Keys",
     "LearningRateConfig",
-    "LookAheadConfig",
     "ModelConfig",
-    "ObserveConfig",
     "OptimizerConfig",
-    "PaperConfig",
-    "RandomDropConfig",
     "SASRecConfig",
     "ScheduleConfig",
     "SkipConfig",
-    "StalenessConfig",
-    "SubsampleConfig",
     "SyntheticConfig",
     "TBSMConfig",
     "TrainConfig",
@@ -121,11 +115,11 @@ __all__ = [
 ]
 
 _KeysT = TypeVar("_KeysT", bound="Keys")
+_Table = type["Keys"] | type[AbstractSettings]
 Resume = Literal["", "free", "fixed", "free without fae"]
 # What values of a type are, and their limits, in words.
 _WORDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
 _FORMS: dict[Any, str] = {Annotated: "{0}", tuple: "list of {0}s", dict: "by name: {1}"}
-_LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}
 SYNTHETIC_PREFIX = "synthetic:"
 _SYNTHETIC = f"{SYNTHETIC_PREFIX}criteo-kaggle"
 _RETRIEVAL_MODELS = ("two_tower", "sasrec")
@@ -229,9 +223,9 @@ class Kinds(Keys):
             raise ConfigError(f"{' and '.join(value)} are set; drop one of the tables")
         return {value: {}} if isinstance(value, str) else value
 
-    @model_serializer
-    def _as_tree(self) -> Any:
-        tree = {name: keys.model_dump(exclude_none=True) for name, keys in self if keys is not None}
+    @model_serializer(mode="wrap")
+    def _as_tree(self, handler: SerializerFunctionWrapHandler) -> Any:
+        tree = {name: keys for name, keys in handler(self).items() if keys is not None}
         return tree if any(tree.values()) else self.kind
 
     @property
@@ -554,12 +548,6 @@ class ModelConfig(Keys):
         return self.table_dims.get(table, self.embedding_dim)
 
 
-class LookAheadConfig(Keys):
-    """The schedule "lookahead"; see `recsys.pipeline.LookAhead`."""
-
-    depth: _Count = _key(2, "mini-batches whose rows are fetched ahead")
-
-
 class HotlineConfig(Keys):
     """The schedule "hotline"; see `recsys.pipeline.Hotline`."""
 
@@ -594,85 +582,10 @@ class ScheduleConfig(Kinds):
     """
 
     sequential: Keys | None = _key(None, "rows are fetched in the step that needs them")
-    lookahead: LookAheadConfig | None = _key(None, "rows are fetched while others are computed")
+    lookahead: LookAhead | None = _key(None, "rows are fetched while others are computed")
     hotline: HotlineConfig | None = _key(None, "popular samples are computed during the fetch")
     fae: FAEConfig | None = _key(None, "hot and cold mini-batches in turns")
     auto: Keys | None = _key(None, "the faster of sequential and lookahead, measured")
-
-
-class StalenessConfig(Keys):
-    """When a row counts as stale; see `recsys.embeddings.Staleness`."""
-
-    window: int = _key(1000, "steps over which rows' drift is measured", ge=33)
-    min_updates: _Count = _key(16, "updates in a window; a row with fewer is unknown")
-    patience: _Count = _key(2, "windows in a row that a row's drift must be small")
-    max_rows: _Count = _key(2**17, "rows that are followed at once")
-    count_every: _Count = _key(4, "updates are counted in every n-th step")
-
-
-class GuardConfig(Keys):
-    """When quality is checked, and what it may lose; see `recsys.pipeline.Guard`."""
-
-    every: _Whole = _key(1000, "steps from one check to the next; 0: no guard")
-    steps: int = _key(50, "steps of a check, in which nothing is skipped", ge=10)
-    logloss: float = _key(0.01, "rise of the logloss allowed, relative", gt=0)
-    calibration: float = _key(0.02, "change of calibration allowed, relative", gt=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self._require("every", off=0)
-
-
-class ObserveConfig(Keys):
-    """The policy "observe"."""
-
-    share: float = _key(0.2, "share of the samples to skip", gt=0, le=0.95)
-    staleness: StalenessConfig = _key(StalenessConfig, "when a row is stale")
-
-
-class DropInputConfig(ObserveConfig):
-    """The policies "drop_input" and "freeze_rows"."""
-
-    guard: GuardConfig = _key(GuardConfig, "checks of quality, which lower or stop skipping")
-
-
-class SubsampleConfig(DropInputConfig):
-    """The policy "subsample"."""
-
-    keep: float = _key(0.25, "share of stale samples that it keeps", gt=0, le=0.95)
-
-
-class ImportanceConfig(Keys):
-    """The policy "importance"; see `recsys.pipeline.Importance`."""
-
-    share: float = _key(0.25, "share of the samples to skip", gt=0, le=0.95)
-    least: float = _key(0.1, "least probability of a sample to be kept", gt=0, le=0.95)
-    bits: int = _key(16, "the model that predicts samples has 2**bits weights", ge=8, le=24)
-    warm_up: _Whole = _key(100, "mini-batches that are kept whole first")
-    guard: GuardConfig = _key(GuardConfig, "checks of quality, which lower or stop skipping")
-
-
-class RandomDropConfig(Keys):
-    """The policy "random_drop"."""
-
-    share: float = _key(0.2, "share of the samples to skip", gt=0, le=0.95)
-    weighted: bool = _key(False, "whether the others get weight 1 / (1 - share)")
-    refill: bool = _key(True, "whether later samples replace those left out")
-
-
-class PaperConfig(Keys):
-    """The constants of Slipstream's published code; see `recsys.pipeline.Paper`."""
-
-    first_snapshot: _Whole = _key(1000, "hot mini-batch of an epoch before the first snapshot")
-    window_share: float = _key(
-        0.03, "hot mini-batches between the snapshots, as a share", ge=0, le=1
-    )
-    target: float = _key(0.3, "share of hot samples to drop", ge=0, le=1)
-    tolerance: float = _key(0.08, "how far from target the share may be", ge=0, le=1)
-    highest_threshold: float = _key(0.1, "the highest threshold tried", gt=0)
-    sample_share: float = _key(
-        0.001, "hot samples that the threshold is found on, as a share", ge=0, le=1
-    )
 
 
 class SkipConfig(Kinds):
@@ -681,54 +594,30 @@ class SkipConfig(Kinds):
     default_kind = "none"
 
     none: Keys | None = _key(None, "nothing is left out")
-    observe: ObserveConfig | None = _key(None, "nothing; staleness is measured")
-    drop_input: DropInputConfig | None = _key(None, "samples whose rows are all stale")
-    freeze_rows: DropInputConfig | None = _key(None, "updates of stale rows")
-    subsample: SubsampleConfig | None = _key(
+    observe: Observe | None = _key(None, "nothing; staleness is measured")
+    drop_input: DropInput | None = _key(None, "samples whose rows are all stale")
+    freeze_rows: FreezeRows | None = _key(None, "updates of stale rows")
+    subsample: Subsample | None = _key(
         None, "a part of the samples whose rows are all stale; the others get a larger weight"
     )
-    importance: ImportanceConfig | None = _key(
+    importance: Importance | None = _key(
         None,
         "samples that a small model predicts well: a sample is kept with a probability that grows "
         "with its error, and has weight 1 / probability",
     )
-    random_drop: RandomDropConfig | None = _key(None, "random samples, for comparison")
-    paper: PaperConfig | None = _key(None, "what Slipstream's published code leaves out")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.settings(0)
-        return self
+    random_drop: RandomDrop | None = _key(None, "random samples, for comparison")
+    paper: Paper | None = _key(None, "what Slipstream's published code leaves out")
 
     def settings(self, seed: int) -> Policy | None:
         """The policy of these keys; None to train on everything.
 
         Args:
-            seed: Seed of its random choices.
-
-        Raises:
-            ConfigError: keys conflict.
+            seed: Seed of its random choices, if it has none of its own.
         """
-        if self.kind == "none":
-            return None
-        values = dict(getattr(self, self.kind))
-        if "staleness" in values:
-            values["staleness"] = Staleness(**dict(values["staleness"]))
-        if "guard" in values:
-            values["guard"] = Guard(**dict(values["guard"])) if values["guard"].every else None
-        policy = _POLICIES[self.kind]
-        return policy(**values, seed=seed) if hasattr(policy, "seed") else policy(**values)
-
-
-_POLICIES: dict[str, Callable[..., Policy]] = {
-    "observe": Observe,
-    "drop_input": DropInput,
-    "freeze_rows": FreezeRows,
-    "subsample": Subsample,
-    "importance": Importance,
-    "random_drop": RandomDrop,
-    "paper": Paper,
-}
+        policy: Any = None if self.kind == "none" else getattr(self, self.kind)
+        is_random = getattr(policy, "seed", None) == 0
+        found: Policy | None = dataclasses.replace(policy, seed=seed) if is_random else policy
+        return found
 
 
 class TrainConfig(Keys):
@@ -966,7 +855,7 @@ _RUN = Key("run", "", "", "", "", "fixed")
 
 
 def walk_keys(
-    keys: type[Keys] = TrainConfig, table: Key = _RUN, seen: dict[type, str] | None = None
+    keys: _Table = TrainConfig, table: Key = _RUN, seen: dict[type, str] | None = None
 ) -> Iterator[Key]:
     """Every key of a table and of the tables in it; of tables with equal keys those of the first.
 
@@ -976,10 +865,12 @@ def walk_keys(
         seen: The name of the first table of each class so far; extended.
     """
     seen = {} if seen is None else seen
-    tables = {name: _table_of(keys, name) for name in keys.model_fields}
+    known = _fields_of(keys)
+    tables = {name: _table_of(keys, name) for name in known}
     for own_name, inner in sorted(tables.items(), key=lambda item: item[1] is not None):
-        field, name = keys.model_fields[own_name], f"{table.name}.{own_name}".removeprefix(".")
-        about = cast("dict[str, Any]", field.json_schema_extra)
+        field, name = known[own_name], f"{table.name}.{own_name}".removeprefix(".")
+        about: dict[str, Any] = {"derived": "", "resume": "", "common": False}
+        about |= cast("dict[str, Any]", field.json_schema_extra or {})
         key = table._replace(
             name=name,
             default=about["derived"] or field.get_default(call_default_factory=True),
@@ -992,7 +883,7 @@ def walk_keys(
             yield key
             continue
         key = key._replace(group=f"{name}: {key.meaning}")
-        first = seen.setdefault(inner, name) if inner.model_fields else name
+        first = seen.setdefault(inner, name) if _fields_of(inner) else name
         if first != name:
             yield key._replace(default="as there", accepts=f"keys as in {first}")
         else:
@@ -1001,16 +892,25 @@ def walk_keys(
             yield from walk_keys(inner, key, seen)
 
 
-def _table_of(keys: type[Keys] | None, name: str) -> type[Keys] | None:
+def _fields_of(table: _Table) -> dict[str, FieldInfo]:
+    """The fields of a table of keys, by name."""
+    if issubclass(table, Keys):
+        return table.model_fields
+    kinds, of = get_type_hints(table), FieldInfo.from_annotated_attribute
+    return {one.name: of(kinds[one.name], one) for one in dataclasses.fields(table)}  # type: ignore[arg-type]  # a dataclass derives from it
+
+
+def _table_of(keys: _Table | None, name: str) -> _Table | None:
     """The class of a key that is a table of keys, optional or not; None for any other key.
 
     Args:
         keys: The table that it is in; None for none.
         name: The key.
     """
-    field = None if keys is None else keys.model_fields.get(name)
+    field = None if keys is None else _fields_of(keys).get(name)
     kinds = () if field is None else (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Keys)), None)
+    tables = (kind for kind in kinds if isinstance(kind, type))
+    return next((kind for kind in tables if issubclass(kind, (Keys, AbstractSettings))), None)
 
 
 def _words(kind: Any, limits: Sequence[Any] = ()) -> str:
@@ -1024,37 +924,38 @@ def _words(kind: Any, limits: Sequence[Any] = ()) -> str:
         return f"one of {', '.join(kind.model_fields)}"
     ends = [
         f" {words} {getattr(limit, name):g}"
-        for name, words in _LIMITS.items()
+        for name, words in LIMITS.items()
         for limit in limits
-        if hasattr(limit, name)
+        if getattr(limit, name, 2**31) < 2**31
     ]
     return _WORDS.get(kind, "table") + ",".join(ends)
 
 
-def _explain(keys: type[Keys], error: ValidationError) -> str:
+def _explain(keys: _Table, error: ValidationError) -> str:
     """The first fault that pydantic found: key, rule, value and hint."""
     fault = error.errors()[0]
     name = ".".join(map(str, fault["loc"]))
-    if fault["type"] == "extra_forbidden":
+    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         *tables, mistyped = map(str, fault["loc"])
         for table in tables:
             keys = _table_of(keys, table) or keys
         return f"{name} is not a key; {_nearest(keys, mistyped)}"
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # of a table in this one, or of keys that conflict
-        return f"{name}.{cause}" if name else str(cause)
-    if fault["type"] == "model_type":
+        joint = ": " if str(cause)[0].isupper() else "."  # a class of settings, or a key
+        return f"{name}{joint}{cause}" if name else str(cause)
+    if fault["type"] in ("model_type", "dataclass_type"):
         return f"{name} is a table; set a key of it, such as {name}.name={fault['input']}"
     return f"{name}: {fault['msg']}, got {reprlib.repr(fault['input'])}"
 
 
-def _nearest(keys: type[Keys], name: str) -> str:
+def _nearest(keys: _Table, name: str) -> str:
     """The key of a table, or of the tables in it, whose own name is most like a mistyped one."""
-    known = [*keys.model_fields, *(key.name for key in walk_keys(keys))]
+    known = [*_fields_of(keys), *(key.name for key in walk_keys(keys))]
     by_own_name = {key.rpartition(".")[2]: key for key in reversed(known)}
     close = difflib.get_close_matches(name, by_own_name, n=1)
     if not close:
-        return f"keys are {', '.join(keys.model_fields)}"
+        return f"keys are {', '.join(_fields_of(keys))}"
     return f"did you mean {by_own_name[close[0]]}?"
 
 
@@ -1172,7 +1073,7 @@ def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
         value: The value of the key.
     """
     names = key.split(".")
-    keys: type[Keys] | None = TrainConfig
+    keys: _Table | None = TrainConfig
     for name, next_name in pairwise(names):
         keys, inner = _table_of(keys, name), tree.get(name)
         is_kinds = keys is not None and issubclass(keys, Kinds)

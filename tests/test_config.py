@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from recsys.config import (
-    GuardConfig,
-    ImportanceConfig,
     OptimizerConfig,
-    PaperConfig,
-    StalenessConfig,
     TrainConfig,
     describe_config,
     load_config,
@@ -18,7 +14,7 @@ from recsys.config import (
 )
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
-from recsys.pipeline import DropInput, Importance, Observe, Paper, RandomDrop
+from recsys.pipeline import DropInput, Observe, Paper, RandomDrop
 from recsys.pipeline.skip.policies import Guard
 
 FAE = ("schedule.fae.rate=100", "schedule.fae.adaptive=false", "budget=1MiB")
@@ -130,21 +126,6 @@ def test_every_key_is_described():
     assert all(key.meaning and key.accepts and key.resume for key in walk_keys())
 
 
-@pytest.mark.parametrize(
-    ("keys", "settings"),
-    [
-        (StalenessConfig, Staleness),
-        (GuardConfig, Guard),
-        (PaperConfig, Paper),
-        (ImportanceConfig, Importance),
-    ],
-)
-def test_keys_have_the_defaults_of_the_library(keys, settings):
-    values = {name: value for name, value in keys() if name != "guard"}
-
-    assert settings(**values) == settings()
-
-
 def policy_of(*settings):
     return load_config(None, settings).skip.settings(7)
 
@@ -154,9 +135,10 @@ def test_keys_become_policies():
     assert policy_of(
         "skip.drop_input.staleness.window=200", "skip.drop_input.guard.every=300"
     ) == DropInput(staleness=Staleness(window=200), guard=Guard(every=300))
-    assert policy_of("skip.drop_input.guard.every=0") == DropInput(guard=None)
+    assert policy_of("skip.drop_input.guard.every=0") == DropInput(guard=Guard(every=0))
     assert policy_of("skip.paper.target=0.1", *FAE) == Paper(target=0.1, seed=7)
     assert policy_of("skip.random_drop.refill=false") == RandomDrop(0.2, 7, refill=False)
+    assert policy_of("skip.random_drop.seed=3") == RandomDrop(0.2, 3)
 
 
 def test_the_last_policy_wins():

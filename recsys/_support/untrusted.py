@@ -8,10 +8,12 @@ have those of numpy, too. True and false are no numbers.
 from __future__ import annotations
 
 import json
+import operator
 import reprlib
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 __all__ = [
+    "LIMITS",
+    "AbstractSettings",
     "is_int",
     "is_number",
     "is_text",
@@ -29,11 +33,14 @@ __all__ = [
     "parse_toml",
     "require_same",
     "require_state",
+    "setting",
 ]
 
 _INT_END = 2**63
 # Far more than any file of recsys has, and few enough for functions that call themselves.
 _MOST_LEVELS = 64
+# The limits of a number, as pydantic names them, and in words.
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -129,3 +136,43 @@ def _parse(parse: Callable[[Any], Any], text: str | bytes) -> Any:
             if not level:
                 return value
     raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+
+
+def setting(default: Any, meaning: str, **limits: float) -> Any:
+    """The field of a dataclass of settings, which a configuration may have as a table of keys.
+
+    Args:
+        default: Its default; a class for a table of settings in it.
+        meaning: A line for help.
+        limits: The numbers that it accepts, by the names of `LIMITS`.
+    """
+    metadata = {"description": meaning, **limits}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "strict": True})
+
+
+class AbstractSettings:
+    """Settings whose numbers are checked when they are made; the base of dataclasses.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    # For pydantic, which makes them from tables of keys.
+    __pydantic_config__ = {"extra": "forbid", "strict": False}  # noqa: RUF012  # not ours to name
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]  # a dataclass derives from it
+            value, is_whole = getattr(self, one.name), one.type == "int"
+            limits = {name: one.metadata[name] for name in LIMITS if name in one.metadata}
+            is_right = is_int(value) if is_whole else is_number(value)
+            if limits and not (
+                is_right
+                and all(getattr(operator, name)(value, limit) for name, limit in limits.items())
+            ):
+                rules = " and ".join(f"{LIMITS[name]} {limit}" for name, limit in limits.items())
+                raise ConfigError(
+                    f"{type(self).__name__}: {one.name} must be a "
+                    f"{'whole ' if is_whole else ''}number {rules}, got {value!r}"
+                )

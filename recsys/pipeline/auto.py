@@ -16,7 +16,7 @@ from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
-from recsys._support.untrusted import require_state
+from recsys._support.untrusted import AbstractSettings, require_state, setting
 from recsys.pipeline.schedule import LookAhead, Sequential
 
 __all__ = ["Auto", "Choice"]
@@ -26,7 +26,7 @@ _MAX_TIME_RATIO = 0.98  # a later candidate is chosen if its steps take less tha
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(AbstractSettings):
     """Tries schedules in turns, and continues with the one whose steps take the least time.
 
     Args:
@@ -39,10 +39,11 @@ class Auto:
     """
 
     candidates: tuple[Sequential | LookAhead, ...] = (Sequential(), LookAhead(2), LookAhead(4))
-    steps_per_turn: int = 16
-    num_rounds: int = 3
+    steps_per_turn: int = setting(16, "steps of a turn that are counted", ge=1)
+    num_rounds: int = setting(3, "turns of each candidate", ge=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.candidates or not all(
             isinstance(candidate, Sequential | LookAhead) for candidate in self.candidates
         ):
@@ -52,12 +53,6 @@ class Auto:
             )
         if len(set(self.candidates)) < len(self.candidates):
             raise ValueError(f"Auto: candidates must be distinct, got {self.candidates}")
-        for name in ("steps_per_turn", "num_rounds"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"Auto: {name} must be a whole number of at least 1, got {value!r}"
-                )
 
 
 class Choice:

@@ -18,19 +18,24 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys._support.untrusted import is_number, is_whole, require_same, require_state
+from recsys._support.untrusted import (
+    AbstractSettings,
+    is_whole,
+    require_same,
+    require_state,
+    setting,
+)
 from recsys.datasets.loader import ResumableLoader, read_ahead
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
 
     from numpy.typing import NDArray
 
@@ -41,15 +46,9 @@ __all__ = ["FAE", "HotColdLoader", "ShuffleScheduler"]
 
 _COLD, _HOT = 0, 1
 
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "float": (is_number, "a finite number"),
-    "int": (partial(is_whole, least=1), "an integer of at least 1"),
-    "bool": (lambda value: isinstance(value, bool), "True or False"),
-}
-
 
 @dataclass(frozen=True)
-class FAE:
+class FAE(AbstractSettings):
     """Trains on mini-batches of only hot samples, whose rows are all pinned, or only cold ones.
 
     This changes the order of samples, and therefore losses and rows. A run equals, to the last bit,
@@ -67,25 +66,20 @@ class FAE:
         ConfigError: a constant is out of range, or of another type.
     """
 
-    rate: float = 50.0
-    is_adaptive: bool = True
-    min_rate: float = 1.0
-    max_rate: float = 100.0
-    patience: int = 4
-    factor: float = 2.0
+    rate: float = setting(50.0, "percent of mini-batches issued before a swap", gt=0, le=100)
+    is_adaptive: bool = setting(True, "whether losses change the rate")
+    min_rate: float = setting(1.0, "the lowest rate", gt=0)
+    max_rate: float = setting(100.0, "the highest rate", le=100)
+    patience: int = setting(4, "falls of the loss before the rate is multiplied", ge=1)
+    factor: float = setting(2.0, "what the rate is multiplied and divided by", gt=1)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, (is_right, rule) = getattr(self, field.name), _CHECKS[str(field.type)]
-            if not is_right(value):
-                raise ConfigError(f"FAE: {field.name} must be {rule}, got {value!r}")
-        if not 0 < self.min_rate <= self.rate <= self.max_rate <= 100:
+        super().__post_init__()
+        if not self.min_rate <= self.rate <= self.max_rate:
             raise ConfigError(
-                "FAE: rates are percentages with 0 < min_rate <= rate <= max_rate <= 100, got "
+                "FAE: rates must be min_rate <= rate <= max_rate, got "
                 f"{self.min_rate}, {self.rate} and {self.max_rate}"
             )
-        if not self.factor > 1:
-            raise ConfigError(f"FAE: factor must be above 1, got {self.factor}")
 
 
 class ShuffleScheduler:

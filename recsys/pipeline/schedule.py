@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recsys._support.untrusted import is_number
+from recsys._support.untrusted import AbstractSettings, setting
 
 __all__ = [
     "Hotline",
@@ -25,7 +25,7 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class LookAhead:
+class LookAhead(AbstractSettings):
     """Fetches the rows of the next mini-batches while the current one computes.
 
     The order of samples does not change, and losses and rows equal those of `Sequential` to the
@@ -35,21 +35,14 @@ class LookAhead:
         depth: Mini-batches ahead.
 
     Raises:
-        ValueError: depth is not a whole number of at least 1.
+        ConfigError: depth is not a whole number of at least 1.
     """
 
-    depth: int = 2
-
-    def __post_init__(self) -> None:
-        if type(self.depth) is not int or self.depth < 1:
-            raise ValueError(
-                f"LookAhead: depth must be a whole number of at least 1, got {self.depth!r}; for "
-                "none ahead use Sequential()"
-            )
+    depth: int = setting(2, "mini-batches whose rows are fetched ahead", ge=1)
 
 
 @dataclass(frozen=True)
-class Hotline:
+class Hotline(AbstractSettings):
     """Splits a mini-batch: computes on popular samples while rows are fetched for the others.
 
     A sample is popular if all its rows are pinned in fast memory. The gradients of both parts are
@@ -70,7 +63,7 @@ class Hotline:
         pinned_share: The largest share of the slots that pinned rows take, including a plan's.
 
     Raises:
-        ValueError: a number is out of range.
+        ConfigError: a number is out of range.
 
     References:
         Adnan et al. (2024), Heterogeneous Acceleration Pipeline for Recommendation System Training:
@@ -78,17 +71,10 @@ class Hotline:
         hash table; this implementation uses the counts that every slot has.
     """
 
-    learning_steps: int = 1000
-    pinned_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        steps, share = self.learning_steps, self.pinned_share
-        if type(steps) is not int or steps < 0:
-            raise ValueError(
-                f"Hotline: learning_steps must be a whole number of at least 0, got {steps!r}"
-            )
-        if not (is_number(share) and 0 <= share <= 1):
-            raise ValueError(f"Hotline: pinned_share must lie in [0, 1], got {share!r}")
+    learning_steps: int = setting(1000, "mini-batches between two choices", ge=0)
+    pinned_share: float = setting(
+        0.5, "share of the fast memory that popular rows may keep", ge=0, le=1
+    )
 
 
 Schedule = Sequential | LookAhead | Hotline

@@ -729,7 +729,7 @@ def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
     if config.hotline is not None:
         learning_steps = ceil(config.hotline.learning_share * num_steps)
         return Hotline(learning_steps, config.hotline.pinned_share)
-    return None if config.lookahead is None else LookAhead(config.lookahead.depth)
+    return config.lookahead
 
 
 def describe_schedule(

@@ -88,7 +88,6 @@ REFUSALS = [
     (["skip.random_drop.staleness.patience=3"], "skip.random_drop.staleness"),
     (["skip.drop_input.target=0.1"], "skip.drop_input.target"),
     (["skip.paper.share=0.3", *FAE], "skip.paper.share"),
-    (["skip.drop_input.guard={every = 0, steps = 60}"], "skip.drop_input.guard.steps"),
     (["skip.drop_input.guard.every=81"], "every"),
     (["skip.drop_input.guard.steps=2"], "skip.drop_input.guard.steps"),
     (["skip.drop_input.staleness.window=32"], "skip.drop_input.staleness.window"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from recsys._support.untrusted import is_int
+from recsys._support.untrusted import AbstractSettings, setting
 from recsys.errors import ConfigError
 
 __all__ = ["LEAD", "Staleness"]
@@ -15,7 +15,7 @@ LEAD = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staleness:
+class Staleness(AbstractSettings):
     """When a row counts as stale.
 
     The tracker measures how far rows move in windows of steps: a row's drift is the mean change of
@@ -41,29 +41,25 @@ class Staleness:
         ConfigError: a value is out of range.
     """
 
-    window: int = 1000
-    min_updates: int = 16
-    patience: int = 2
-    max_rows: int = 2**17
-    count_every: int = 4
+    window: int = setting(1000, "steps over which rows' drift is measured", gt=LEAD, lt=2**31)
+    min_updates: int = setting(
+        16, "updates in a window; a row with fewer is unknown", ge=1, lt=2**31
+    )
+    patience: int = setting(2, "windows in a row that a row's drift must be small", ge=1, lt=2**31)
+    max_rows: int = setting(2**17, "rows that are followed at once", ge=1, lt=2**31)
+    count_every: int = setting(4, "updates are counted in every n-th step", ge=1, lt=2**31)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), LEAD + 1 if field.name == "window" else 1
-            if not is_int(value, least, 2**31 - 1):
-                raise ConfigError(
-                    f"staleness: {field.name} must be a whole number in [{least}, 2**31), got "
-                    f"{value!r}"
-                )
+        super().__post_init__()
         num_counted = self.window // self.count_every
         if num_counted >= 2**15:
             raise ConfigError(
-                f"staleness: window / count_every must be less than 2**15, because counts have 15 "
+                f"Staleness: window / count_every must be less than 2**15, because counts have 15 "
                 f"bits, got {self.window} and {self.count_every}; raise count_every"
             )
         if self.min_updates > num_counted * self.count_every:
             raise ConfigError(
-                f"staleness: min_updates must be at most window // count_every * count_every "
+                f"Staleness: min_updates must be at most window // count_every * count_every "
                 f"({num_counted * self.count_every}), the updates counted for a row that every "
                 f"step updates, got {self.min_updates}; lower it, or raise window"
             )

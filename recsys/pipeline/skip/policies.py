@@ -15,10 +15,10 @@ with `Importance` and `RandomDrop(refill=False)` they get smaller instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
-from recsys._support.untrusted import is_int, is_number
+from recsys._support.untrusted import AbstractSettings, setting
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.errors import ConfigError
 
@@ -35,16 +35,18 @@ __all__ = [
     "stale_share",
 ]
 
-_SHARES = ("share", "keep", "least", "lr")
-_WHOLES = {"seed": range(2**63), "bits": range(8, 25), "warm_up": range(2**63)}
+_GUARD = "checks of quality, which lower or stop skipping"
+_SEED = "seed of its random choices; 0: that of the run"
+_SHARE = "share of the samples to skip"
+_STALE = "when a row is stale"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard:
+class Guard(AbstractSettings):
     """When quality is checked while a run skips, and what it may lose; see `QualityGuard`.
 
     Args:
-        every: Steps from the start of a window to the start of the next one.
+        every: Steps from the start of a window to the start of the next one; 0 for no windows.
         steps: Steps of a window; nothing is skipped in them.
         logloss: Rise of the logloss that is allowed, relative.
         calibration: Change of mean prediction / mean label that is allowed, relative.
@@ -53,28 +55,21 @@ class Guard:
         ConfigError: a number is out of range.
     """
 
-    every: int = 1000
-    steps: int = 50
-    logloss: float = 0.01
-    calibration: float = 0.02
+    every: int = setting(1000, "steps from one check to the next; 0: no guard", ge=0)
+    steps: int = setting(50, "steps of a check, in which nothing is skipped", ge=10)
+    logloss: float = setting(0.01, "rise of the logloss allowed, relative", gt=0)
+    calibration: float = setting(0.02, "change of calibration allowed, relative", gt=0)
 
     def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 10:
+        super().__post_init__()
+        if 0 < self.every < self.steps + LEAD:
             raise ConfigError(
-                f"Guard: steps must be a whole number of at least 10, got {self.steps!r}"
+                f"Guard: every must be at least steps + {LEAD}, so that a decision holds before "
+                f"the next window, got {self.every} with steps {self.steps}"
             )
-        if type(self.every) is not int or self.every < self.steps + LEAD:
-            raise ConfigError(
-                f"Guard: every must be a whole number of at least steps + {LEAD}, so that a "
-                f"decision holds before the next window, got {self.every!r} with steps {self.steps}"
-            )
-        for name in ("logloss", "calibration"):
-            value = getattr(self, name)
-            if not (is_number(value) and value > 0):
-                raise ConfigError(f"Guard: {name} must be a number above 0, got {value!r}")
 
 
-class AbstractPolicy:
+class AbstractPolicy(AbstractSettings):
     """What training leaves out, as a value; checked when it is made.
 
     Raises:
@@ -84,14 +79,8 @@ class AbstractPolicy:
     share: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         name, values = type(self).__name__, vars(self)
-        for key, value in values.items():
-            if key in _SHARES and not (is_number(value) and 0 < value < 1):
-                raise ConfigError(f"{name}: {key} must be a number in (0, 1), got {value!r}")
-            allowed = _WHOLES.get(key)
-            if allowed and not (type(value) is int and value in allowed):
-                rule = f"[{allowed[0]}, {allowed[-1]}]"
-                raise ConfigError(f"{name}: {key} must be a whole number in {rule}, got {value!r}")
         guard, staleness = values.get("guard"), values.get("staleness")
         least = values.get("keep", values.get("least", 0))
         if self.share > 1 - least:
@@ -99,7 +88,7 @@ class AbstractPolicy:
                 f"{name}: share must be at most {1 - least:g}, because every sample is kept with "
                 f"a probability of at least {least:g}, got {self.share:g}; lower one of them"
             )
-        if guard is not None and staleness is not None and guard.every < staleness.window:
+        if guard is not None and staleness is not None and 0 < guard.every < staleness.window:
             raise ConfigError(
                 f"{name}: guard.every must be at least staleness.window, because a lowered share "
                 f"holds from the next window of staleness on; got every {guard.every} and window "
@@ -119,8 +108,8 @@ class Observe(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = 0.2
-    staleness: Staleness = field(default_factory=Staleness)
+    share: float = setting(0.2, _SHARE, gt=0, lt=1)
+    staleness: Staleness = setting(Staleness, _STALE)
 
 
 @dataclass(frozen=True)
@@ -137,9 +126,9 @@ class DropInput(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = 0.2
-    staleness: Staleness = field(default_factory=Staleness)
-    guard: Guard | None = field(default_factory=Guard)
+    share: float = setting(0.2, _SHARE, gt=0, lt=1)
+    staleness: Staleness = setting(Staleness, _STALE)
+    guard: Guard | None = setting(Guard, _GUARD)
 
 
 @dataclass(frozen=True)
@@ -155,9 +144,9 @@ class FreezeRows(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = 0.2
-    staleness: Staleness = field(default_factory=Staleness)
-    guard: Guard | None = field(default_factory=Guard)
+    share: float = setting(0.2, _SHARE, gt=0, lt=1)
+    staleness: Staleness = setting(Staleness, _STALE)
+    guard: Guard | None = setting(Guard, _GUARD)
 
 
 @dataclass(frozen=True)
@@ -179,11 +168,11 @@ class Subsample(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = 0.2
-    keep: float = 0.25
-    staleness: Staleness = field(default_factory=Staleness)
-    guard: Guard | None = field(default_factory=Guard)
-    seed: int = 0
+    share: float = setting(0.2, _SHARE, gt=0, lt=1)
+    keep: float = setting(0.25, "share of stale samples that it keeps", gt=0, lt=1)
+    staleness: Staleness = setting(Staleness, _STALE)
+    guard: Guard | None = setting(Guard, _GUARD)
+    seed: int = setting(0, _SEED, ge=0)
 
 
 @dataclass(frozen=True)
@@ -229,13 +218,13 @@ class Importance(AbstractPolicy):
         gradient, and divide by the probability.
     """
 
-    share: float = 0.25
-    least: float = 0.1
-    seed: int = 0
-    bits: int = 16
-    lr: float = 0.05
-    warm_up: int = 100
-    guard: Guard | None = field(default_factory=Guard)
+    share: float = setting(0.25, _SHARE, gt=0, lt=1)
+    least: float = setting(0.1, "least probability of a sample to be kept", gt=0, lt=1)
+    seed: int = setting(0, _SEED, ge=0)
+    bits: int = setting(16, "the model that predicts samples has 2**bits weights", ge=8, le=24)
+    lr: float = setting(0.05, "its learning rate", gt=0, lt=1)
+    warm_up: int = setting(100, "mini-batches that are kept whole first", ge=0)
+    guard: Guard | None = setting(Guard, _GUARD)
 
 
 @dataclass(frozen=True)
@@ -255,14 +244,14 @@ class RandomDrop(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = 0.2
-    seed: int = 0
-    weighted: bool = False
-    refill: bool = True
+    share: float = setting(0.2, _SHARE, gt=0, lt=1)
+    seed: int = setting(0, _SEED, ge=0)
+    weighted: bool = setting(False, "whether the others get weight 1 / (1 - share)")
+    refill: bool = setting(True, "whether later samples replace those left out")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paper:
+class Paper(AbstractSettings):
     """Drops hot samples whose rows have stopped changing, as Slipstream's published code does.
 
     Each epoch begins with its cold mini-batches; the hot ones follow. Two snapshots of the hot rows
@@ -298,24 +287,24 @@ class Paper:
         ConfigError: a constant is out of range.
     """
 
-    first_snapshot: int = 1000
-    window_share: float = 0.03
-    target: float = 0.3
-    tolerance: float = 0.08
-    highest_threshold: float = 0.1
-    first_threshold: float = 0.05
-    max_tries: int = 25
-    sample_share: float = 0.001
-    seed: int = 0
+    first_snapshot: int = setting(
+        1000, "hot mini-batch of an epoch before the first snapshot", ge=0
+    )
+    window_share: float = setting(
+        0.03, "hot mini-batches between the snapshots, as a share", ge=0, le=1
+    )
+    target: float = setting(0.3, "share of hot samples to drop", ge=0, le=1)
+    tolerance: float = setting(0.08, "how far from target the share may be", ge=0, le=1)
+    highest_threshold: float = setting(0.1, "the highest threshold tried", gt=0)
+    first_threshold: float = setting(0.05, "the threshold tried first", gt=0)
+    max_tries: int = setting(25, "thresholds that are tried at most", ge=0)
+    sample_share: float = setting(
+        0.001, "hot samples that the threshold is found on, as a share", ge=0, le=1
+    )
+    seed: int = setting(0, _SEED, ge=0)
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            value, is_whole = getattr(self, setting.name), setting.type == "int"
-            if not (is_int(value, 0) if is_whole else is_number(value) and value >= 0):
-                raise ConfigError(
-                    f"Paper: {setting.name} must be a {'whole ' if is_whole else ''}number of at "
-                    f"least 0, got {value!r}"
-                )
+        super().__post_init__()
         if not 0 < self.first_threshold < self.highest_threshold:
             raise ConfigError(
                 "Paper: thresholds must be 0 < first_threshold < highest_threshold, got "

@@ -105,7 +105,7 @@ class Skipping:
                 "by B, and set uses_sample_weights = True in the class"
             )
         guard = getattr(policy, "guard", None)
-        self.guard = None if guard is None else QualityGuard(guard)
+        self.guard = QualityGuard(guard) if guard is not None and guard.every else None
         factor_of = (lambda _: 1.0) if self.guard is None else self.guard.factor_of
         self.tracker: StalenessTracker | None = None
         self.paper: PaperClassifier | None = None
