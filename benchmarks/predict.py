@@ -213,15 +213,15 @@ def _write_pairs(path: Path, num_groups: int, num_items: int) -> None:
 def _rank(settings: dict[str, Any]) -> float:
     from recsys.config import load_config
     from recsys.train.build import build_model, open_source
-    from recsys.train.evaluate import evaluate_split, with_ranking
+    from recsys.train.evaluate import evaluate, with_ranking
 
     prepare_process()
     config = load_config(**settings)
     source = open_source(config)
     model, _ = build_model(config, source)
-    found = evaluate_split(model, source, "test", config.eval.batch_size)
+    found = evaluate(model, source, "test", config, is_ranked=False)
     begin = time.perf_counter()
-    with_ranking(found, model, source, "test", config.eval)
+    with_ranking(found, model, source, "test", config)
     return time.perf_counter() - begin
 
 

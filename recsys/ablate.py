@@ -26,7 +26,6 @@ it stopped.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import re
@@ -52,10 +51,9 @@ from recsys.config import (
     load_config,
     put_key,
     read_tree,
-    refuse,
     replace,
 )
-from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged
+from recsys.errors import AlreadyExists, ConfigError, RecsysError, TrainingDiverged, refuse
 from recsys.report import make_differences, make_rows, write_report
 from recsys.train.run_folder import RunFolder, write_json
 
@@ -327,8 +325,9 @@ def ablate(
                 found[cell.name] = _finished(config, folder, cell, data[cell.name])
                 if found[cell.name] is None:
                     break  # Ctrl-C ended a cell that `run_cell` trained in this process
-                # A finished cell is not run again, so it needs no checkpoints.
+                # A finished cell is not run again, so it needs neither.
                 shutil.rmtree(folder / "cells" / cell.name / "checkpoints", ignore_errors=True)
+                RunFolder(folder / "cells" / cell.name).drop_best()
                 _tabulate(config, folder, found)
         except KeyboardInterrupt:
             pass
@@ -369,10 +368,10 @@ def _read_cell(
     record = run.read_record() if run.record_file.is_file() else {}
     if record.get("status") not in ("finished", "diverged"):
         return None
-    now = flat(json.loads(json.dumps(describe_config(cell.config))))
-    then = flat(record["config"])
+    # Not the record's, which lacks keys that are newer.
+    now, then = (flat(describe_config(of)) for of in (cell.config, load_config(run.config_file)))
     if not cell.config.num_threads:
-        now["num_threads"] = then.get("num_threads")  # it was chosen
+        now["num_threads"] = then["num_threads"]  # it was chosen
     different = sorted(key for key in now | then if now.get(key) != then.get(key))
     if fingerprint != record["data"].get("fingerprint"):
         different.append("data.fingerprint")

@@ -63,7 +63,7 @@ from pydantic.fields import FieldInfo
 
 from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import LIMITS, AbstractSettings, parse_toml
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, refuse
 from recsys.pipeline.schedule import LookAhead
 from recsys.pipeline.skip.policies import (
     DropInput,
@@ -232,17 +232,6 @@ class Kinds(Keys):
     def kind(self) -> str:
         """The name of the kind; empty if none is set and there is no default."""
         return next(iter(self.model_fields_set), "")
-
-
-def refuse(*rules: tuple[bool, str]) -> None:
-    """Raise ConfigError with the text of the first rule that is broken.
-
-    Args:
-        rules: Whether each is broken, and what is said then.
-    """
-    for is_broken, text in rules:
-        if is_broken:
-            raise ConfigError(text)
 
 
 def replace(keys: _KeysT, **changes: Any) -> _KeysT:
@@ -615,9 +604,9 @@ class SkipConfig(Kinds):
             seed: Seed of its random choices, if it has none of its own.
         """
         policy: Any = None if self.kind == "none" else getattr(self, self.kind)
-        is_random = getattr(policy, "seed", None) == 0
-        found: Policy | None = dataclasses.replace(policy, seed=seed) if is_random else policy
-        return found
+        if getattr(policy, "seed", None) == 0:
+            policy = dataclasses.replace(policy, seed=seed)
+        return cast("Policy | None", policy)
 
 
 class TrainConfig(Keys):
@@ -869,8 +858,8 @@ def walk_keys(
     tables = {name: _table_of(keys, name) for name in known}
     for own_name, inner in sorted(tables.items(), key=lambda item: item[1] is not None):
         field, name = known[own_name], f"{table.name}.{own_name}".removeprefix(".")
-        about: dict[str, Any] = {"derived": "", "resume": "", "common": False}
-        about |= cast("dict[str, Any]", field.json_schema_extra or {})
+        extra = cast("dict[str, Any]", field.json_schema_extra or {})
+        about: dict[str, Any] = {"derived": "", "resume": "", "common": False} | extra
         key = table._replace(
             name=name,
             default=about["derived"] or field.get_default(call_default_factory=True),
@@ -934,18 +923,20 @@ def _words(kind: Any, limits: Sequence[Any] = ()) -> str:
 def _explain(keys: _Table, error: ValidationError) -> str:
     """The first fault that pydantic found: key, rule, value and hint."""
     fault = error.errors()[0]
-    name = ".".join(map(str, fault["loc"]))
-    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        *tables, mistyped = map(str, fault["loc"])
-        for table in tables:
-            keys = _table_of(keys, table) or keys
-        return f"{name} is not a key; {_nearest(keys, mistyped)}"
-    cause = fault.get("ctx", {}).get("error")
+    names = [str(part) for part in fault["loc"]]
+    name, kind, cause = ".".join(names), fault["type"], fault.get("ctx", {}).get("error")
+    for part in names:
+        keys = _table_of(keys, part) or keys
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{name} is not a key; {_nearest(keys, names[-1])}"
     if isinstance(cause, ConfigError):  # of a table in this one, or of keys that conflict
         joint = ": " if str(cause)[0].isupper() else "."  # a class of settings, or a key
         return f"{name}{joint}{cause}" if name else str(cause)
-    if fault["type"] in ("model_type", "dataclass_type"):
-        return f"{name} is a table; set a key of it, such as {name}.name={fault['input']}"
+    if kind in ("model_type", "dataclass_type"):
+        return (
+            f"{name} is a table; set a key of it, such as "
+            f"{name}.{next(iter(_fields_of(keys)), 'KEY')}={fault['input']}"
+        )
     return f"{name}: {fault['msg']}, got {reprlib.repr(fault['input'])}"
 
 

@@ -127,3 +127,14 @@ class OtherRankFailed(RecsysError, RuntimeError):
 
 class MissingDependency(RecsysError, ImportError):
     """An optional package is needed and not installed. The message says how to install it."""
+
+
+def refuse(*rules: tuple[object, str]) -> None:
+    """Raise ConfigError with the text of the first rule that is broken.
+
+    Args:
+        rules: Whether each is broken, and what is said then.
+    """
+    for is_broken, text in rules:
+        if is_broken:
+            raise ConfigError(text)

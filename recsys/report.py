@@ -36,8 +36,8 @@ import pandas as pd
 
 from recsys._support.files import appearing_whole, as_argument
 from recsys._support.sizes import format_bytes
-from recsys.config import RANKING_METRICS, EvalConfig, TrainConfig, describe_config, flat, refuse
-from recsys.errors import ConfigError, RecsysError
+from recsys.config import RANKING_METRICS, EvalConfig, TrainConfig, describe_config, flat
+from recsys.errors import ConfigError, RecsysError, refuse
 from recsys.train.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ _METRICS_OF_RUNS = (
     "num_groups",
     "num_groups_left_out",
 )
+_OF_BOTH_LABELS = ("logloss", "num_groups", "num_groups_left_out")  # rankings ask positives alone
 _BASELINES = ("item_knn", "popularity")
 _FEW = 30  # points of a curve that are marked
 _Curves = dict[str, dict[str, Any]]  # (samples, values), by title and name
@@ -96,7 +97,8 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
         return "no evaluation was made, or the run diverged"
     parts = list(measured.values())
     k = next((part["ranking_k"] for part in parts if "ranking_k" in part), "k")
-    found = {name: [part.get(name) for part in parts] for name in _METRICS_OF_RUNS}
+    names = [name for name in _METRICS_OF_RUNS if k == "k" or name not in _OF_BOTH_LABELS]
+    found = {name: [part.get(name) for part in parts] for name in names}
     rows = {"": list(measured)} | {
         name.replace("at_k", f"at {k}").replace("_", " "): list(map(_metric, values))
         for name, values in found.items()
@@ -655,7 +657,8 @@ def _page(
 def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
     """Loss and AUC of a run, those of training as the mean of nine neighbouring reports.
 
-    Where items were ranked: recall and NDCG, too, beside those of the baselines.
+    Where items were ranked: recall and NDCG, too, beside those of the baselines. What has no value
+    has no picture.
     """
     training = pd.DataFrame(
         [entry for entry in history if "train_loss" in entry],
@@ -668,10 +671,11 @@ def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
         columns=["at", *_METRICS_OF_RUNS],
         dtype=float,
     )
+    judged = evaluated.dropna(subset="auc")  # the loss of positives alone says little
     curves: _Curves = {
         title: {
             "training (before each update), smoothed": (training["num_samples"], means[train_key]),
-            split: (evaluated["at"], evaluated[key]),
+            split: (judged["at"], judged[key]),
         }
         for title, key, train_key in (
             ("loss", "logloss", "train_loss"),
@@ -684,7 +688,11 @@ def _curves_of_run(history: Sequence[Mapping[str, Any]], split: str) -> _Curves:
         curves[metric.replace("_", " ").replace("ndcg", "NDCG")] = {
             name: (ranked["at"], ranked[key]) for name, key in names.items()
         }
-    return curves
+    return {
+        title: named
+        for title, named in curves.items()
+        if any(values.notna().any() for _, values in named.values())
+    }
 
 
 def _curves_of_variations(cells: Sequence[Mapping[str, Any]]) -> _Curves:

@@ -16,9 +16,9 @@ TESTS = Path(__file__).parent
 
 def options():
     """The options of every command: names, value, type, choices, default; one a line."""
-    from recsys.cli.options import build_parser
+    from recsys.cli.options import build_parsers
 
-    return "".join(described(build_parser()))
+    return "".join(described(build_parsers()[0]))
 
 
 def described(parser):

@@ -8,7 +8,7 @@ import json
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from recsys.cli.options import GROUPS, build_parser
+from recsys.cli.options import GROUPS, build_parsers
 from recsys.config import walk_keys
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _WIDTH = 76  # characters of a line of usage
 
 def commands_page() -> str:
     """Every command, with its usage and its options, in the groups of `recsys --help`."""
-    commands = _commands_of(build_parser())
+    commands = _commands_of(build_parsers()[0])
     parts = [
         "# Every command\n",
         "What `recsys COMMAND --help` prints, on one page. [Commands](../commands.md) says what "

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from recsys.errors import ConfigError
 
@@ -160,19 +160,30 @@ class AbstractSettings:
     """
 
     # For pydantic, which makes them from tables of keys.
-    __pydantic_config__ = {"extra": "forbid", "strict": False}  # noqa: RUF012  # not ours to name
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "strict": False,
+        "allow_inf_nan": False,
+        "revalidate_instances": "always",
+    }
 
     def __post_init__(self) -> None:
         for one in fields(self):  # type: ignore[arg-type]  # a dataclass derives from it
-            value, is_whole = getattr(self, one.name), one.type == "int"
+            value, (is_right, kind) = getattr(self, one.name), _KINDS.get(str(one.type), _ANY)
             limits = {name: one.metadata[name] for name in LIMITS if name in one.metadata}
-            is_right = is_int(value) if is_whole else is_number(value)
-            if limits and not (
-                is_right
+            if not (
+                is_right(value)
                 and all(getattr(operator, name)(value, limit) for name, limit in limits.items())
             ):
-                rules = " and ".join(f"{LIMITS[name]} {limit}" for name, limit in limits.items())
+                rules = " and".join(f" {LIMITS[name]} {limit}" for name, limit in limits.items())
                 raise ConfigError(
-                    f"{type(self).__name__}: {one.name} must be a "
-                    f"{'whole ' if is_whole else ''}number {rules}, got {value!r}"
+                    f"{type(self).__name__}: {one.name} must be {kind}{rules}, got {value!r}"
                 )
+
+
+_ANY: tuple[Callable[[Any], bool], str] = (lambda _: True, "")
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (is_int, "a whole number"),
+    "float": (is_number, "a number"),
+    "bool": (lambda value: type(value) is bool, "True or False"),
+}

@@ -6,15 +6,15 @@ A command imports that function when it runs: PyTorch takes seconds to import.
 from __future__ import annotations
 
 import os
-import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from recsys._support.files import as_argument, require_new
+from recsys._support.files import require_new
 from recsys._support.machine import tune_allocator
 from recsys._support.sizes import counted, format_bytes
-from recsys.config import load_config, refuse
+from recsys.config import load_config
+from recsys.errors import refuse
 from recsys.train.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
@@ -26,23 +26,6 @@ __all__ = ["COMMANDS"]
 _INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 # Sets of hot rows whose coverage is printed, as shares of the rows seen.
 _SHARES = (0.001, 0.01, 0.1, 1.0)
-
-
-def _warn_if_unfinished(run: str) -> None:
-    """Warn if the run whose model is used has not finished.
-
-    Raises:
-        ConfigError: there is no such run, or it saved no model.
-    """
-    folder = RunFolder.open(run)
-    folder.require_model()
-    status = folder.read_record()["status"] if folder.record_file.is_file() else "not at its end"
-    if status != "finished":
-        warnings.warn(
-            f"{run} is {status}, and this is the model that it saved when it last stopped; "
-            f"continue it by `recsys train --run {as_argument(run)} --resume`",
-            stacklevel=2,
-        )
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -118,16 +101,11 @@ def _train(options: argparse.Namespace) -> int:
         ),
     )
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-    if options.resume:
-        from recsys.train.resume import resumed_config
+    from recsys.train.resume import config_of_run
 
-        config = resumed_config(run_dir, options.config, options.set, options.data)
-    else:
-        values = {} if options.data is None else {"data": options.data}
-        config = load_config(options.config, options.set, **values)
-        is_missing = "data" not in config.model_fields_set
-        refuse((is_missing, "data is missing; name a store, or synthetic:criteo-kaggle"))
-
+    config = config_of_run(
+        run_dir, options.config, options.set, options.data, resume=options.resume
+    )
     if options.dry_run:
         from recsys.train.trials import dry_run
 
@@ -143,7 +121,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    _warn_if_unfinished(options.run)
+    RunFolder.open_model(options.run)
 
     from recsys.report import format_metrics, format_unknown
     from recsys.train.evaluate import evaluate_run
@@ -155,7 +133,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _predict(options: argparse.Namespace) -> None:
-    _warn_if_unfinished(options.run)
+    RunFolder.open_model(options.run)
 
     from recsys.report import format_unknown
     from recsys.train.predict import predict_run
@@ -178,7 +156,7 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _recommend(options: argparse.Namespace) -> None:
-    _warn_if_unfinished(options.run)
+    RunFolder.open_model(options.run)
 
     from recsys.train.recommend import recommend_run
 
@@ -213,7 +191,7 @@ def _export(options: argparse.Namespace) -> None:
     from recsys.train.export import export_checkpoint, export_run
 
     if options.since is None and number is None:
-        _warn_if_unfinished(options.run)
+        RunFolder.open_model(options.run)
         written = export_run(options.run, options.to, options.out, options.quantize)
     else:
         folder = RunFolder.open(options.run).checkpoints_folder

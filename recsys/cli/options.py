@@ -15,7 +15,7 @@ from recsys._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["EXAMPLES", "GROUPS", "TRAIN_EXAMPLES", "Command", "build_parser", "parse"]
+__all__ = ["EXAMPLES", "GROUPS", "TRAIN_EXAMPLES", "Command", "build_parsers", "parse"]
 
 
 _Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
@@ -411,18 +411,13 @@ examples:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands and their options."""
-    return _build()[0]
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command; a mistake in them ends the process with status 2.
 
     Args:
         arguments: The command, and what follows it; help if there is none.
     """
-    parser, commands = _build()
+    parser, commands = build_parsers()
     if arguments[:1] == ["train"] and {"-h", "--help"} & set(arguments):
         from recsys.config import TrainConfig, format_keys  # takes a fifth of a second
 
@@ -438,8 +433,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """That parser, and the parsers of the commands, by name."""
+def build_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of all commands and their options, and the parsers of the commands, by name."""
     groups = (
         "\n".join([f"{heading}:", *(f"  {name:<10}{of.help}" for name, of in commands.items())])
         for heading, commands in GROUPS.items()

@@ -1,4 +1,7 @@
-"""Training runs, from a configuration to a folder of results: `from recsys.train import train`."""
+"""Training runs, from a configuration to a folder of results: `from recsys.train import train`.
+
+`trainer.py` says at its top where a step ends, a checkpoint is cut, and a model is evaluated.
+"""
 
 from typing import TYPE_CHECKING
 

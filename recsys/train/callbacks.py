@@ -552,13 +552,17 @@ class RunCallbacks:
 
 
 def require_metric(config: TrainConfig, source: SampleSource) -> None:
-    """Check that the data has the metric of the key `early_stopping`; warn if it is a test metric.
+    """Check that the data has the metric of early stopping, if there is any.
+
+    Warns if it is a test metric.
 
     Raises:
         ConfigError: its evaluations would be null.
     """
     from recsys.datasets.store import Store  # imports PyTorch
 
+    if not config.early_stopping.patience:
+        return
     metric, split = config.early_stopping.metric, config.eval.split
     is_ranked = isinstance(source, Store) and "ranking" in source.meta
     has_groups = isinstance(source, Store) and source.groups is not None

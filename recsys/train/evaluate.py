@@ -18,7 +18,7 @@ from tqdm.auto import tqdm  # in a notebook, its own bar
 from recsys._support.files import as_argument
 from recsys._support.machine import set_num_threads
 from recsys.batch import feature_tables
-from recsys.config import EvalConfig, OptimizerConfig, TrainConfig, load_config, replace
+from recsys.config import OptimizerConfig, TrainConfig, load_config, replace
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.embeddings.tables_module import check_input, device_of
@@ -44,7 +44,6 @@ __all__ = [
     "INIT_FROM_NEEDS",
     "evaluate",
     "evaluate_run",
-    "evaluate_split",
     "open_first_model",
     "open_saved_model",
     "scores_of",
@@ -82,43 +81,14 @@ def evaluate(
         IdOutOfRange: an id is not a row of its table, here or in training before.
         TrainingDiverged: a logit is not finite.
     """
-    with autocast(config):
-        found = evaluate_split(model, source, split, config.eval.batch_size, max_samples, show=show)
-        if is_ranked:
-            found = with_ranking(found, model, source, split, config.eval)
-    return found
-
-
-def evaluate_split(
-    model: nn.Module,
-    source: SampleSource,
-    split: str,
-    batch_size: int,
-    max_samples: int | None = None,
-    *,
-    show: bool = False,
-) -> dict[str, Any]:
-    """Metrics over a split, without a ranking. A collective: processes divide each mini-batch.
-
-    Args:
-        model: Maps a batch to (loss, (loss, logits, labels)).
-        source: The data. All scores are kept, as `MetricsAccumulator` does.
-        split: "train", "test" or "validation".
-        batch_size: Samples per forward pass.
-        max_samples: Stop after this number of samples.
-        show: Draw a progress bar, which stays.
-
-    Raises:
-        IdOutOfRange: an id is not a row of its table, here or in training before.
-        TrainingDiverged: a logit is not finite.
-    """
     accumulator = MetricsAccumulator()
+    batch_size = config.eval.batch_size
     loader = BatchLoader(
         source, split, batch_size, shuffle=False, rank=rank(), num_ranks=num_ranks()
     )
     groups = source.groups if isinstance(source, Store) else None
     may_be_probabilities = isinstance(model, BatchTrain)  # recsys's own models return logits
-    with _evaluating(model):
+    with autocast(config), _evaluating(model):
         for batch in tqdm(loader, f"evaluate {split}", disable=not show):
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
             scores, labels = scores_of(model, batch)
@@ -142,13 +112,13 @@ def evaluate_split(
             "all logits of the model lie in [0, 1], as probabilities do, and its predictions are "
             "too high; if forward ends with a sigmoid, leave it out: the loss and predictions "
             "apply one",
-            stacklevel=4,
+            stacklevel=3,
         )
-    return found
+    return with_ranking(found, model, source, split, config) if is_ranked else found
 
 
 def with_ranking(
-    found: dict[str, Any], model: nn.Module, source: SampleSource, split: str, config: EvalConfig
+    found: dict[str, Any], model: nn.Module, source: SampleSource, split: str, config: TrainConfig
 ) -> dict[str, Any]:
     """The metrics of a split with recall and NDCG at k, if the data is to be ranked.
 
@@ -159,7 +129,7 @@ def with_ranking(
         model: Maps a batch to (loss, (loss, logits, labels)).
         source: The data.
         split: "test" or "validation".
-        config: Has `k`, the bound of the questions, and the candidates per forward pass.
+        config: The configuration of the run.
 
     Raises:
         IdOutOfRange: an id is not a row of its table.
@@ -174,16 +144,17 @@ def with_ranking(
             stacklevel=4,
         )
         return found
-    with _evaluating(model):
+    keys = config.eval
+    with autocast(config), _evaluating(model):
         ranking = rank_items(
             model,
             source,
             split,
-            k=config.ranking_k,
-            most_questions=config.ranking_groups,
-            batch_size=config.batch_size,
+            k=keys.ranking_k,
+            most_questions=keys.ranking_groups,
+            batch_size=keys.batch_size,
         )
-    baselines = rank_baselines(source, split, config.ranking_k, config.ranking_groups)
+    baselines = rank_baselines(source, split, keys.ranking_k, keys.ranking_groups)
     return found | ranking | baselines
 
 
@@ -238,16 +209,8 @@ def open_first_model(config: TrainConfig, source: SampleSource) -> RunFolder | N
     """
     if not config.init_from:
         return None
-    folder = RunFolder.open(config.init_from)
-    folder.require_model()
-    record = folder.read_record()
-    require_features_of(record, source)
-    if record["status"] != "finished":
-        warnings.warn(
-            f"init_from: the status of {folder.path} is {record['status']!r}, not 'finished', and "
-            "this run begins with the model that it saved when it stopped",
-            stacklevel=2,
-        )
+    folder = RunFolder.open_model(config.init_from)
+    require_features_of(folder.read_record(), source)
     return folder
 
 

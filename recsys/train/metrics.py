@@ -225,24 +225,15 @@ class Rankings:
 
     def result(self) -> dict[str, Any]:
         """The metrics of all rankings so far."""
-        recall, recall_error = self._mean(1)
-        ndcg, ndcg_error = self._mean(2)
-        return {
-            "recall_at_k": recall,
-            "recall_standard_error": recall_error,
-            "ndcg_at_k": ndcg,
-            "ndcg_standard_error": ndcg_error,
+        found = pd.DataFrame(self._found, columns=["group", "recall", "ndcg"], dtype=float)
+        means = found.groupby("group").mean()
+        metrics = {
+            f"{name}_{what}": None if np.isnan(value) else float(value)
+            for name in means
+            for what, value in (("at_k", means[name].mean()), ("standard_error", means[name].sem()))
+        }
+        return metrics | {
             "ranking_k": self._k,
             "num_rankings": len(self._found),
             "num_unknown_items": self._num_unknown,
         }
-
-    def _mean(self, index: int) -> tuple[float | None, float | None]:
-        """The mean over the groups of their means, and its standard error."""
-        if not self._found:
-            return None, None
-        _, numbers = np.unique([found[0] for found in self._found], return_inverse=True)
-        means = np.bincount(numbers, [found[index] for found in self._found]) / np.bincount(numbers)
-        num_groups = len(means)
-        error = None if num_groups < 2 else float(np.std(means, ddof=1) / np.sqrt(num_groups))
-        return float(np.mean(means)), error

@@ -35,10 +35,9 @@ from torchrec.distributed.types import Awaitable, NoWait, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
 from recsys.batch import JaggedIds, SampleSource, features_by_table
-from recsys.config import TrainConfig, refuse
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.embeddings.table import output_names
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, refuse
 from recsys.pipeline.model_tables import AbstractDividedTables
 from recsys.train.build import (
     build_network,
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from recsys.config import TrainConfig
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.tiers.fetch import Claims, Fetcher
 

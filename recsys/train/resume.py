@@ -18,10 +18,9 @@ from recsys.config import (
     load_config,
     put_key,
     read_tree,
-    refuse,
     walk_keys,
 )
-from recsys.errors import AlreadyExists, ConfigError
+from recsys.errors import AlreadyExists, ConfigError, refuse
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
     from pathlib import Path
 
-__all__ = ["Reopened", "reopened", "resumed_config"]
+__all__ = ["Reopened", "config_of_run", "reopened"]
 
 
 class Reopened(NamedTuple):
@@ -131,35 +130,40 @@ def _require_same_run(run_dir: Path, before: TrainConfig, config: TrainConfig) -
     )
 
 
-def resumed_config(
-    run_dir: Path, file: Path | None, settings: Sequence[str], data: str | None
+def config_of_run(
+    run_dir: Path, file: Path | None, settings: Sequence[str], data: str | None, *, resume: bool
 ) -> TrainConfig:
-    """The configuration of a run to continue: the one that it had, with some keys changed.
+    """The configuration of a run, new or to be continued.
 
-    Another schedule replaces the one that it had, with its keys; `cold_tier` "host" resets
-    `cold_path`, and `early_stopping.patience` 0 resets the other keys of early stopping.
+    One to be continued has its own, with some keys changed. Another schedule replaces the one that
+    it had, with its keys; `cold_tier` "host" resets `cold_path`, and `early_stopping.patience` 0
+    resets the other keys of early stopping.
 
     Args:
         run_dir: The folder of the run; new, or with `config.toml`.
-        file: A TOML file with keys to change.
+        file: A TOML file with keys to set.
         settings: As for `load_config`; they win over the file.
         data: The key `data`; None to leave it.
+        resume: Continue the run in the folder, if there is one.
 
     Raises:
-        ConfigError: a key is unknown, a value is not what the key accepts, or the folder is not of
-            a run and `data` is None.
+        ConfigError: a key is unknown, a value is not what the key accepts, or nothing names the
+            data.
     """
     stored = RunFolder(run_dir).config_file
     values = {} if data is None else {"data": data}
-    if not stored.is_file():
+    if not (resume and stored.is_file()):
+        config = load_config(file, settings, **values)
+        is_missing = "data" not in config.model_fields_set
         refuse(
             (
-                data is None,
+                resume and is_missing,
                 f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
                 f"--run {as_argument(run_dir)} --resume",
-            )
+            ),
+            (is_missing, "data is missing; name a store, or synthetic:criteo-kaggle"),
         )
-        return load_config(file, settings, **values)
+        return config
     tree, changes = read_tree(stored), flat(read_tree(file, settings) | values)
     if changes.get("cold_tier") == "host":
         tree.pop("cold_path", None)

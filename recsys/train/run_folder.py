@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,24 @@ class RunFolder:
             raise ConfigError(
                 f"{folder.path} is not a run: it has no config.toml; make one with "
                 f"`recsys train DATA --run {as_argument(folder.path)}`"
+            )
+        return folder
+
+    @classmethod
+    def open_model(cls, path: str | Path) -> RunFolder:
+        """Open the folder of a run that saved its model; warns if the run has not finished.
+
+        Raises:
+            ConfigError: `path` is not the folder of a run, or has no model.
+        """
+        folder = cls.open(path)
+        folder.require_model()
+        status = folder.read_record()["status"] if folder.record_file.is_file() else "unfinished"
+        if status != "finished":
+            warnings.warn(
+                f"{path} is {status}, and this is the model that it saved when it last stopped; "
+                f"continue it by `recsys train --run {as_argument(path)} --resume`",
+                stacklevel=3,
             )
         return folder
 

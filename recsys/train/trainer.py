@@ -4,7 +4,7 @@ the parts are built          `Trainer.__init__`
 a step ends                  `Trainer._after_step`
 the model is evaluated       `Trainer._evaluate_if_due`, and after the last step `_finish`;
                              AUC is computed in `recsys/_support/auc.py`, for
-                             `recsys/train/metrics.py`
+                             `recsys/train/metrics.py` and `Progress.report`
 a checkpoint is cut          `Trainer.save_checkpoint`, when `_is_checkpoint_due`
 what may differ on resume    `recsys/train/resume.py`
 """
@@ -215,8 +215,7 @@ class Trainer:
 
             require_supported(new, source, keeps_best=self.callbacks.keeps_best is not None)
         first_model = open_first_model(new, source)
-        if config.early_stopping.patience:
-            require_metric(config, source)
+        require_metric(config, source)
         if earlier is None:
             RunFolder.require_place(own_dir)
         of_tables = replace(config, cold_path=cold_folder(config, run_dir))

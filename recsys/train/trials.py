@@ -19,9 +19,10 @@ import torch
 
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import counted, format_bytes, parse_bytes
-from recsys.config import ScheduleConfig, TrainConfig, refuse, replace
+from recsys.config import ScheduleConfig, TrainConfig, replace
 from recsys.conversion.estimate import Estimate, estimate
 from recsys.embeddings.popularity.plan import HotPlan
+from recsys.errors import refuse
 from recsys.pipeline.stalls import StageClock
 from recsys.train.build import (
     build_loader,
@@ -70,8 +71,7 @@ def dry_run(config: TrainConfig, run_dir: str | Path) -> Estimate:
     run_dir = Path(run_dir)
     callbacks_of(config)
     source = open_source(config)
-    if config.early_stopping.patience:
-        require_metric(config, source)
+    require_metric(config, source)
     first_model = open_first_model(config, source)
     RunFolder.require_place(run_dir)
     tables, model = _size_tables(config, source, cold_folder(config, run_dir))

@@ -13,7 +13,7 @@ import pytest
 
 import recsys
 from recsys.cli import main
-from recsys.cli.options import EXAMPLES, TRAIN_EXAMPLES, build_parser
+from recsys.cli.options import EXAMPLES, TRAIN_EXAMPLES, build_parsers
 from recsys.config import load_config, walk_keys
 from tests import forks
 
@@ -97,7 +97,7 @@ def test_the_page_of_commands_lists_every_command(pytestconfig):
     lines = (pytestconfig.rootpath / "docs" / "commands.md").read_text().splitlines()
     rows = " ".join(line.split(" | ")[0] for line in lines if line.startswith("| `"))
 
-    assert [name for name in commands(build_parser(), "recsys") if f"`{name}" not in rows] == []
+    assert [name for name in commands(build_parsers()[0], "recsys") if f"`{name}" not in rows] == []
 
 
 @pytest.mark.filterwarnings("ignore:.* not at its end")
@@ -165,7 +165,7 @@ def test_examples_of_the_help_are_commands(text):
     examples = [line.split() for line in text.splitlines() if line.startswith("  recsys ")]
     assert examples
     for _, *arguments in examples:
-        options = build_parser().parse_args(" ".join(arguments).partition(" >")[0].split())
+        options = build_parsers()[0].parse_args(" ".join(arguments).partition(" >")[0].split())
         load_config(None, getattr(options, "set", ()))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recsys.ablate import load_ablation
-from recsys.cli.options import GROUPS, build_parser
+from recsys.cli.options import GROUPS, build_parsers
 from recsys.config import TrainConfig, load_config
 from recsys.datasets import Schema
 from recsys.errors import ConfigError
@@ -72,7 +72,7 @@ def problem_of(shown, parsers, capsys):
 
 @pytest.fixture(scope="module")
 def parsers():
-    return {True: build_parser(), False: relaxed(build_parser())}
+    return {True: build_parsers()[0], False: relaxed(build_parsers()[0])}
 
 
 def shown_in(document, program):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recsys
-from recsys.cli.options import build_parser
+from recsys.cli.options import build_parsers
 from recsys.config import load_config, walk_keys
 from recsys.datasets import Store
 from recsys.datasets.store_writer import classic_splits
@@ -77,7 +77,7 @@ def test_a_share_of_the_rows_is_held_by_the_budget_that_the_page_derives(page):
 
 
 def test_the_commands_parse_and_their_settings_are_accepted(page):
-    parser = build_parser()
+    parser = build_parsers()[0]
     lines = [
         line for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()
     ]

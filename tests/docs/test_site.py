@@ -7,7 +7,7 @@ import runpy
 import pytest
 
 from recsys import embeddings
-from recsys.cli.options import build_parser
+from recsys.cli.options import build_parsers
 from recsys.config import walk_keys
 from tests.forks import Fork
 
@@ -63,7 +63,7 @@ def test_the_site_lists_every_command_and_every_option(pytestconfig):
 
     sections = pages["commands_page"]().split("\n#")
 
-    for command, options in commands_of(build_parser()):
+    for command, options in commands_of(build_parsers()[0]):
         (section,) = [each for each in sections if each.splitlines()[0].endswith(f"# {command}")]
         for option in options:
             assert f"| `{option}" in section, (command, option)

@@ -107,6 +107,7 @@ REFUSALS = [
     ("broken patience", lambda: FAE(patience=2.5), ConfigError, "patience"),
     ("a truth as patience", lambda: FAE(patience=True), ConfigError, "patience"),
     ("a truth as a rate", lambda: FAE(rate=True), ConfigError, "rate"),
+    ("adaptive by number", lambda: FAE(is_adaptive=1), ConfigError, "is_adaptive"),
     ("hot, of other samples", lambda: load_hot([True] * 5, 20), ConfigError, "(5,)"),
     ("hot by numbers", lambda: load_hot([1, 0, 1]), ConfigError, "is_hot"),
     ("hot, no batch", lambda: load_hot([True], batch_size=0), ConfigError, "batch_size"),

@@ -44,7 +44,7 @@ def test_training_is_smoothed_without_being_shifted(figure_of_run):
     history[0]["validation"] = {"logloss": 0.6, "auc": 0.7, "recall_at_k": 0.1}
     history[0]["validation"] |= {"item_knn_recall_at_k": 0.2}
 
-    loss, auc, recall, _ = figure_of_run(history).axes
+    loss, auc, recall = figure_of_run(history).axes  # NDCG has no value
 
     smooth, validation = loss.lines
     inner = smooth.get_ydata()[4:-4]

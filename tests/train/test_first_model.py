@@ -85,7 +85,7 @@ def test_a_run_that_did_not_finish_is_reported(tmp_path, first):
     (first / "run.json").write_text(json.dumps(record_of(first) | {"status": "interrupted"}))
     settings = options(*SETTINGS, f"init_from={first}")
 
-    with pytest.warns(UserWarning, match="first is 'interrupted'"):
+    with pytest.warns(UserWarning, match="first is interrupted"):
         recsys("train", DATA, "--run", tmp_path / "run", "--dry-run", *settings)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys.config import replace
+from recsys.config import replace, to_toml
 from recsys.datasets import prepare_criteo_kaggle
 from recsys.errors import (
     AlreadyExists,
@@ -318,6 +318,8 @@ def test_settings_change_the_stored_configuration(small_config, tmp_path, kill_a
     assert found["schedule"] == "sequential"
     assert found["early_stopping"]["patience"] == 0
     assert "--resume" in refused("train", "--resume", "--run", tmp_path / "new")
+    (tmp_path / "whole.toml").write_text(to_toml(small_config()))
+    recsys("train", "--resume", "--run", tmp_path / "new", "--config", tmp_path / "whole.toml")
 
 
 @pytest.mark.parametrize("moment", ["write_config", "append_history"])

@@ -34,7 +34,7 @@ from pydantic import (
 
 from recsys._support.untrusted import is_int, is_number, is_text, parse_toml
 from recsys.datasets.store_writer import Feature
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, refuse
 
 __all__ = [
     "ALL_FOR_TEST",
@@ -78,35 +78,24 @@ _KINDS = ("dense", "categorical", "multi", "sequence", "history")
 _SHARED = {"categorical", "group", "split.column", "filter"}
 
 
-def _refuse(*rules: tuple[Any, str]) -> None:
-    """Raise for the first rule that is broken.
-
-    Args:
-        rules: Whether each is, and what the error says then.
-    """
-    for is_broken, fault in rules:
-        if is_broken:
-            raise ValueError(fault)
-
-
 def _check_name(name: str) -> str:
     is_good = name and is_text(name) and not name.startswith("/")
     fault = f"a name must be printable text that does not begin with '/', got {name!r}"
-    _refuse((not is_good, f"{fault}; rename the column"))
+    refuse((not is_good, f"{fault}; rename the column"))
     return name
 
 
 def _check_missing(value: Any) -> Any:
     is_float32 = is_number(value) and abs(value) < 2.0**128
     is_good = value in ("mean", "error") if isinstance(value, str) else is_float32
-    _refuse((not is_good, f'must be a number of float32, "mean" or "error"; got {value!r}'))
+    refuse((not is_good, f'must be a number of float32, "mean" or "error"; got {value!r}'))
     return value
 
 
 def _check_character(value: str) -> str:
     hint = "; replace it in the file by a tab" if len(value) > 1 else ""
     is_bad = len(value) > 1 or not value.isascii() or value in ("\n", "\r", "\0")
-    _refuse((is_bad, f"must be one character of ASCII, got {value!r}{hint}"))
+    refuse((is_bad, f"must be one character of ASCII, got {value!r}{hint}"))
     return value
 
 
@@ -117,7 +106,7 @@ def _parse_share(value: Any) -> Fraction:
     except (ValueError, ZeroDivisionError):
         share = Fraction(-1)
     fault = f'must be in [0, 1): a number, or text such as "1/14"; got {value!r}'
-    _refuse((not 0 <= share < 1, fault))
+    refuse((not 0 <= share < 1, fault))
     return share
 
 
@@ -125,7 +114,7 @@ def _as_texts(value: Any) -> Any:
     """Values of a column as the text that it is compared by; one value stands for a list of it."""
     found = value if isinstance(value, list | tuple) else [value]
     is_good = all(isinstance(one, str | bool | date) or is_int(one) for one in found)
-    _refuse((not is_good, f"must be text, integers or a list of them, got {str(value)[:40]!r}"))
+    refuse((not is_good, f"must be text, integers or a list of them, got {str(value)[:40]!r}"))
     texts = tuple(str(one).lower() if isinstance(one, bool) else str(one) for one in found)
     "".join(texts).encode()  # raises for surrogates, which JSON allows and UTF-8 does not
     return texts
@@ -139,7 +128,7 @@ def _as_condition(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    _refuse((not isinstance(value, list | tuple), f"must be a list, got {str(value)[:40]!r}"))
+    refuse((not isinstance(value, list | tuple), f"must be a list, got {str(value)[:40]!r}"))
     return _as_texts(value)
 
 
@@ -197,7 +186,7 @@ class Rule:
             'must be ==, >=, >, <= or < and a number, such as ">= 4", or == and text without '
             f'quotes, such as "== yes"; got {text!r}'
         )
-        _refuse((not is_number(number), fault))
+        refuse((not is_number(number), fault))
         return cls(comparison, number)
 
 
@@ -260,7 +249,7 @@ class ValueColumn(_Keys):
     @model_validator(mode="after")
     def _check_numbering(self) -> ValueColumn:
         is_hash = self.numbering == "hash"
-        _refuse(
+        refuse(
             (
                 is_hash == (self.num_rows == 0),
                 f"num_rows must be set with numbering 'hash', and only then; got {self.num_rows} "
@@ -347,7 +336,7 @@ class SharesSplit(_Keys):
     @model_validator(mode="after")
     def _check_sum(self) -> SharesSplit:
         fault = f"test + validation must be below 1, got {self.test} + {self.validation}"
-        _refuse((self.test + self.validation >= 1, fault))
+        refuse((self.test + self.validation >= 1, fault))
         return self
 
 
@@ -404,7 +393,7 @@ class ColumnSplit(_Keys):
     @model_validator(mode="after")
     def _check_values(self) -> ColumnSplit:
         values = [value for part in self.parts for value in part]
-        _refuse((len({*values}) < len(values), f"each value must be listed once, got {values}"))
+        refuse((len({*values}) < len(values), f"each value must be listed once, got {values}"))
         return self
 
     @property
@@ -670,7 +659,7 @@ def named_schemas() -> list[str]:
 def _check_columns(schema: Schema) -> None:
     """Check that the meanings of each column go together, and that columns of a table agree."""
     named = [(kind, name) for kind in _KINDS for name in getattr(schema, kind)]
-    _refuse((not named, "a schema must name at least one dense, categorical, multi or sequence"))
+    refuse((not named, "a schema must name at least one dense, categorical, multi or sequence"))
     named += [("label", name) for name in schema.label_columns]
     named += [(role, getattr(schema, role)) for role in ("timestamp", "weight", "group")]
     named.append(("split.column", getattr(schema.split, "column", "")))
@@ -678,7 +667,7 @@ def _check_columns(schema: Schema) -> None:
     seen: dict[str, str] = {}
     for location, name in named:
         is_twice = name and name in seen and not {seen[name], location} <= _SHARED
-        _refuse((is_twice, f"{location}: column {name!r} is named in {seen.get(name)}, too"))
+        refuse((is_twice, f"{location}: column {name!r} is named in {seen.get(name)}, too"))
         seen.setdefault(name, location)
     for table in schema.tables:
         plain = re.sub(r"[^\w-]", "_", table.name)
@@ -687,14 +676,14 @@ def _check_columns(schema: Schema) -> None:
             f"'.', got {table.name!r}; set the key table of the column to another name, such as "
             f'"{plain}"'
         )
-        _refuse((not is_text(table.name) or "." in table.name, fault))
+        refuse((not is_text(table.name) or "." in table.name, fault))
         for name, key in product(table.columns, _TABLE_KEYS):
             mine, first = getattr(schema.value_columns[name], key), getattr(table.rules, key)
             fault = (
                 f"columns {table.columns[0]!r} and {name!r} share table {table.name!r} and must "
                 f"have the same {key}, got {first!r} and {mine!r}"
             )
-            _refuse((mine != first, fault))
+            refuse((mine != first, fault))
 
 
 def _check_rules(schema: Schema) -> None:
@@ -707,7 +696,7 @@ def _check_rules(schema: Schema) -> None:
     categorical = [(f"history.{name}.of", keys.of) for name, keys in schema.history.items()]
     categorical += [("negatives", name) for name in items]
     unknown = [f"{key} {name!r}" for key, name in categorical if name not in schema.categorical]
-    _refuse(
+    refuse(
         (schema.label and schema.labels, "label and labels: take one of the two"),
         (schema.positive and not label, "positive needs the key label"),
         (

@@ -124,7 +124,7 @@ class QualityGuard:
             self.window, self.sums = number // self.guard.every, [0.0] * 8
         scores, truth = _to_numpy(logits), _to_numpy(labels)
         if not ((truth == 0) | (truth == 1)).all():
-            raise ValueError("a guard needs labels of 0 and 1; set guard=None")
+            raise ValueError("a guard needs labels of 0 and 1; set guard.every to 0")
         if np.isfinite(scores).all():
             self.sums = (np.array(self.sums) + _sums_of(scores, truth)).tolist()
         if number % self.guard.every == self.guard.steps - 1:

@@ -37,7 +37,6 @@ __all__ = [
 
 _GUARD = "checks of quality, which lower or stop skipping"
 _SEED = "seed of its random choices; 0: that of the run"
-_SHARE = "share of the samples to skip"
 _STALE = "when a row is stale"
 
 
@@ -69,6 +68,7 @@ class Guard(AbstractSettings):
             )
 
 
+@dataclass(frozen=True)
 class AbstractPolicy(AbstractSettings):
     """What training leaves out, as a value; checked when it is made.
 
@@ -76,14 +76,16 @@ class AbstractPolicy(AbstractSettings):
         ConfigError: a value is out of range.
     """
 
-    share: float
+    share: float = setting(0.2, "share of the samples to skip", gt=0, lt=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name, values = type(self).__name__, vars(self)
+        if values.get("guard", ...) is None:  # in one form alone, which files have, too
+            object.__setattr__(self, "guard", Guard(every=0))
         guard, staleness = values.get("guard"), values.get("staleness")
         least = values.get("keep", values.get("least", 0))
-        if self.share > 1 - least:
+        if self.share + least > 1:
             raise ConfigError(
                 f"{name}: share must be at most {1 - least:g}, because every sample is kept with "
                 f"a probability of at least {least:g}, got {self.share:g}; lower one of them"
@@ -108,7 +110,6 @@ class Observe(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = setting(0.2, _SHARE, gt=0, lt=1)
     staleness: Staleness = setting(Staleness, _STALE)
 
 
@@ -126,7 +127,6 @@ class DropInput(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = setting(0.2, _SHARE, gt=0, lt=1)
     staleness: Staleness = setting(Staleness, _STALE)
     guard: Guard | None = setting(Guard, _GUARD)
 
@@ -144,7 +144,6 @@ class FreezeRows(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = setting(0.2, _SHARE, gt=0, lt=1)
     staleness: Staleness = setting(Staleness, _STALE)
     guard: Guard | None = setting(Guard, _GUARD)
 
@@ -162,13 +161,12 @@ class Subsample(AbstractPolicy):
             only stale rows.
         staleness: How staleness is measured.
         guard: Checks quality, and stops skipping; None for no check.
-        seed: Seed of the random choices.
+        seed: Seed of the random choices; in a configuration, 0 is that of the run.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    share: float = setting(0.2, _SHARE, gt=0, lt=1)
     keep: float = setting(0.25, "share of stale samples that it keeps", gt=0, lt=1)
     staleness: Staleness = setting(Staleness, _STALE)
     guard: Guard | None = setting(Guard, _GUARD)
@@ -202,7 +200,7 @@ class Importance(AbstractPolicy):
     Args:
         share: The share of samples to leave out.
         least: The least probability of a sample to be kept. The largest weight is 1 / least.
-        seed: Seed of the random choices.
+        seed: Seed of the random choices; in a configuration, 0 is that of the run.
         bits: The logistic model has 2**bits weights for rows, chosen by a hash.
         lr: Its learning rate (Adagrad).
         warm_up: Mini-batches before it is used; these are kept whole. At least 48 are.
@@ -218,7 +216,7 @@ class Importance(AbstractPolicy):
         gradient, and divide by the probability.
     """
 
-    share: float = setting(0.25, _SHARE, gt=0, lt=1)
+    share: float = setting(0.25, "share of the samples to skip", gt=0, lt=1)
     least: float = setting(0.1, "least probability of a sample to be kept", gt=0, lt=1)
     seed: int = setting(0, _SEED, ge=0)
     bits: int = setting(16, "the model that predicts samples has 2**bits weights", ge=8, le=24)
@@ -233,7 +231,7 @@ class RandomDrop(AbstractPolicy):
 
     Args:
         share: The share of samples to leave out.
-        seed: Seed of the random choices.
+        seed: Seed of the random choices; in a configuration, 0 is that of the run.
         weighted: Whether the others get weight 1 / (1 - share). The model must then multiply losses
             by the weights, as for `Subsample`.
         refill: Whether later samples replace those that are left out. If not, mini-batches get
@@ -244,7 +242,6 @@ class RandomDrop(AbstractPolicy):
         ConfigError: a value is out of range.
     """
 
-    share: float = setting(0.2, _SHARE, gt=0, lt=1)
     seed: int = setting(0, _SEED, ge=0)
     weighted: bool = setting(False, "whether the others get weight 1 / (1 - share)")
     refill: bool = setting(True, "whether later samples replace those left out")
@@ -281,7 +278,7 @@ class Paper(AbstractSettings):
         max_tries: The largest number of thresholds that it tries.
         sample_share: Size of the sample, as a share of the hot samples of an epoch. It is drawn
             with replacement from the hot samples after the window.
-        seed: Seed of the sample.
+        seed: Seed of the sample; in a configuration, 0 is that of the run.
 
     Raises:
         ConfigError: a constant is out of range.

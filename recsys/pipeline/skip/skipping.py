@@ -33,6 +33,7 @@ from recsys.pipeline.skip.paper import PaperClassifier
 from recsys.pipeline.skip.policies import (
     DropInput,
     FreezeRows,
+    Guard,
     Importance,
     Observe,
     Paper,
@@ -245,7 +246,7 @@ class Skipping:
                 raise ValueError(
                     f"{self._setting}: the guard needs the predictions, so the model must return "
                     "(loss, (loss, logits, labels)) as TorchRec's train models do, got an output "
-                    f"of type {type(output).__name__}; return that, or set guard=None"
+                    f"of type {type(output).__name__}; return that, or set guard.every to 0"
                 )
             guard.add(number, output[1], output[2])
         if self.tracker is not None:
@@ -312,7 +313,8 @@ class Skipping:
         found = require_state("skipping state", state, ("policy", "position", "parts"))
         self._position = Position(**found["position"])
         self._is_loaded, self._num_seen = True, self._position.num_seen
-        if found["policy"] == repr(self.policy):
+        # recsys 0.1 wrote None for no guard.
+        if found["policy"].replace("guard=None", f"guard={Guard(every=0)}") == repr(self.policy):
             for name, part in self._parts.items():
                 part.load_state_dict(found["parts"][name])
         elif self.tracker is not None:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK_BYTES",
+    "PIECE_FILE",
     "ROWS",
     "Array",
     "Manifest",
@@ -62,7 +63,6 @@ __all__ = [
     "Table",
     "array_name",
     "commit",
-    "is_finished",
     "last_number",
     "manifest_numbers",
     "newest",
@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 BLOCK_BYTES = 16 * 2**20
-_STATE_FILE, _PIECE_FILE = "state.pt", "piece.json"
+_STATE_FILE, PIECE_FILE = "state.pt", "piece.json"
 ROWS = ".rows"
 _PIECE_NAME = re.compile(r"(full|delta)-([0-9]{8})(-[0-9]+)?")
 _PARTIAL_NAME = re.compile(r"[0-9]{8}\.json\.partial")
@@ -185,11 +185,6 @@ class Rows(NamedTuple):
     arrays: dict[str, Tensor]
 
 
-def is_finished(folder: Path, piece: str) -> bool:
-    """Whether all files of a piece were written."""
-    return (folder / piece / _PIECE_FILE).is_file()
-
-
 def array_name(key: str, array: str) -> str:
     """The name of an array of a table in a block."""
     return key if array == "weight" else f"{key}/{array}"
@@ -270,7 +265,7 @@ def read_piece(folder: Path, name: str) -> Piece:
     Raises:
         CheckpointError: it is missing or damaged.
     """
-    content = _read_checked(folder / name / _PIECE_FILE)
+    content = _read_checked(folder / name / PIECE_FILE)
     tables = {
         key: Table(begin, end, {name: Array(*array) for name, array in arrays.items()})
         for key, (begin, end, arrays) in content["tables"].items()
@@ -297,8 +292,13 @@ def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, 
         pieces = [read_piece(folder, name) for name in manifest.pieces]
         for piece in pieces:
             for file in piece.files:
-                if file.name != _STATE_FILE or piece.name in manifest.deltas:
-                    _require_undamaged(folder / piece.name / file.name, file)
+                path = folder / piece.name / file.name
+                is_needed = file.name != _STATE_FILE or piece.name in manifest.deltas
+                if is_needed and (found := _described(path)) != file:
+                    raise CheckpointError(  # noqa: TRY301
+                        f"{path}: is damaged: its {found.num_bytes} bytes have the CRC-32 "
+                        f"{found.crc32}, and {file.num_bytes} with {file.crc32} were written"
+                    )
     except (CheckpointError, OSError) as error:
         others = [other for other in manifest_numbers(folder) if other != number]
         hint = (
@@ -308,20 +308,6 @@ def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, 
         )
         raise CheckpointError(f"{error}; {hint}") from error
     return manifest, pieces
-
-
-def _require_undamaged(path: Path, file: File) -> None:
-    """Compare a file with its description.
-
-    Raises:
-        CheckpointError: they differ.
-    """
-    found = _described(path)
-    if found != file:
-        raise CheckpointError(
-            f"{path}: is damaged: its {found.num_bytes} bytes have the CRC-32 {found.crc32}, and "
-            f"{file.num_bytes} with {file.crc32} were written"
-        )
 
 
 def _described(path: Path) -> File:
@@ -466,7 +452,7 @@ class PieceWriter:
         if state.exists():
             flush_to_disk(state)
             self._files.append(_described(state))
-        _write_checked(self.path / _PIECE_FILE, Piece(self.path.name, self.tables, self._files))
+        _write_checked(self.path / PIECE_FILE, Piece(self.path.name, self.tables, self._files))
         flush_to_disk(self.path.parent)
 
     def remove(self) -> None:

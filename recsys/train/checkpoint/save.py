@@ -20,9 +20,9 @@ import signal
 import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,13 +32,13 @@ from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import CheckpointError, ConfigError
 from recsys.train.checkpoint.format import (
     BLOCK_BYTES,
+    PIECE_FILE,
     ROWS,
     Manifest,
     PieceWriter,
     Table,
     array_name,
     commit,
-    is_finished,
     last_number,
     newest,
     read_manifest,
@@ -109,7 +109,7 @@ def save_checkpoint(
     return number
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """Saves a model, its optimizers and a state in a folder; a context manager that closes it.
 
     From `prepare` to `close`, rows may be changed by updates only, or by torch operations on the
@@ -282,9 +282,6 @@ class Checkpoints:
         finally:
             self.give_up()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -344,7 +341,7 @@ class Checkpoints:
         folder, last = self._folder, self._last
         ranks = range(self._share.num_ranks)
         names = [piece.path.name + _suffix(rank) for piece in cut.pieces for rank in ranks]
-        while not all(is_finished(folder, name) for name in names):
+        while not all((folder / name / PIECE_FILE).is_file() for name in names):
             if cut.is_given_up.wait(_POLL_SECONDS):
                 raise TimeoutError("another process has not written its rows")
         since = [(last.number, last.id)] if last is not None and self._continues else []

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -82,6 +83,8 @@ def test_a_run_resumed_anywhere_is_the_same_run(name):
     for stop in (*stops, *range(129, 134), num_steps - 1):
         run.train(stop, num_epochs=2)
         state = run.state()
+        skipping = state["pipeline"]["skipping"]  # as recsys 0.1 wrote it
+        skipping["policy"] = re.sub(r"Guard\(every=0, .*?\)", "None", skipping["policy"])
         losses, run = run.losses, Run(schedule, policy, options).load(state)
         run.losses = losses
     run.train(num_epochs=2)

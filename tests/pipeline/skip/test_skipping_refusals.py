@@ -67,7 +67,7 @@ def test_a_model_without_predictions_is_refused_with_a_guard():
     plain = run.pipeline._forward
     run.pipeline._forward = lambda batch: (plain(batch)[0], None)
 
-    with pytest.raises(ValueError, match=r"guard needs the predictions.*NoneType.*guard=None"):
+    with pytest.raises(ValueError, match=r"needs the predictions.*NoneType.*guard.every to 0"):
         run.pipeline.progress(iter(run.loader))
 
 
