@@ -21,15 +21,14 @@ __all__ = [
     "alone_with",
     "appearing_whole",
     "as_argument",
-    "describe_taken",
     "existing",
     "flush_to_disk",
-    "is_taken",
     "listed_files",
     "lock_if_free",
     "make_folders",
     "read_together",
     "require_files",
+    "require_free",
     "require_new",
     "require_place",
 ]
@@ -59,7 +58,8 @@ def appearing_whole(file: Path) -> Iterator[Path]:
     partial = file.with_name(f"{file.name}.partial")
     lock = None
     try:
-        lock = _claim(partial, file)
+        lock = _locked_at(partial, file)
+        os.ftruncate(lock, 0)  # a killed process may have left it
         try:
             yield partial
             flush_to_disk(partial)
@@ -79,57 +79,47 @@ def appearing_whole(file: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _claim(partial: Path, file: Path) -> int:
-    """Make an empty temporary file, and lock it against other processes that write `file`.
+def _locked_at(path: Path, name: Path) -> int:
+    """Open a file, which is made if it is missing, and lock it against other processes.
+
+    Args:
+        path: The file.
+        name: What the error names.
 
     Returns:
         The descriptor that holds the lock. On a file system without such locks it holds none.
-
-    Raises:
-        BlockingIOError: another process, or another `with` block, holds the lock.
-    """
-    try:
-        descriptor = _locked_at(partial)
-    except BlockingIOError as error:
-        raise BlockingIOError(error.errno, "another process is writing it", str(file)) from None
-    os.ftruncate(descriptor, 0)  # a killed process may have left it
-    return descriptor
-
-
-def _locked_at(path: Path) -> int:
-    """Open a file, which is made if it is missing, and lock it against other processes.
 
     Raises:
         BlockingIOError: another process, or another descriptor, holds the lock.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            _lock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if _is_at(descriptor, path):
-            return descriptor
-        os.close(descriptor)  # another process has renamed or removed the file
+        is_locked = _lock(descriptor)
+        with suppress(FileNotFoundError):  # another process has renamed or removed it
+            if is_locked and os.path.samestat(os.fstat(descriptor), path.lstat()):
+                return descriptor
+        os.close(descriptor)
+        if not is_locked:
+            raise BlockingIOError(errno.EAGAIN, "another process is writing it", str(name))
 
 
-def _lock(descriptor: int, *, is_shared: bool = False) -> None:
+def _lock(descriptor: int, *, is_shared: bool = False) -> bool:
     """Lock a file or a folder against other processes, if its file system can.
 
     Args:
         descriptor: The open file or folder.
         is_shared: Lock it against exclusive locks alone, and wait until there is none.
 
-    Raises:
-        BlockingIOError: another process, or another descriptor, holds the lock.
+    Returns:
+        False if another process, or another descriptor, holds the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise
+        return False
     except OSError:
         pass  # file systems of networks may have no locks of whole files
+    return True
 
 
 def require_files(kind: str, files: Iterable[Path]) -> None:
@@ -175,19 +165,20 @@ def listed_files(name: str, files: Sequence[str | Path]) -> list[Path]:
     return [Path(file) for file in files]
 
 
-def is_taken(path: Path) -> bool:
-    """Whether a new file or folder cannot have this name; a link to nothing takes it, too."""
-    return os.path.lexists(path)
-
-
 def as_argument(path: Path | str) -> str:
     """A path in a command that a message names, in quotes where a shell needs them."""
     return shlex.quote(str(path))
 
 
-def describe_taken(path: Path) -> str:
-    """That a place is taken, and by what: the user may need the file."""
-    return f"{path} is a file" if path.is_file() else f"{path} exists already"
+def require_free(store: Path) -> None:
+    """Check that a new store can have this name; a link to nothing takes it, too.
+
+    Raises:
+        AlreadyExists: it cannot.
+    """
+    if os.path.lexists(store):
+        found = "is a file" if store.is_file() else "exists already"
+        raise AlreadyExists(f"{store} {found}; choose another folder for the store")
 
 
 def require_new(*files: Path) -> None:
@@ -285,7 +276,7 @@ def alone_with(file: Path, refusal: str) -> Iterator[None]:
         ConfigError: another process, or another `with` block, holds the lock.
     """
     try:
-        descriptor = _locked_at(file)
+        descriptor = _locked_at(file, file)
     except BlockingIOError:
         raise ConfigError(refusal) from None
     owner = os.getpid()
@@ -295,14 +286,6 @@ def alone_with(file: Path, refusal: str) -> Iterator[None]:
         if os.getpid() == owner:  # not a forked process, which ends earlier
             file.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _is_at(descriptor: int, file: Path) -> bool:
-    """Whether an open file still has a path."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), file.lstat())
-    except FileNotFoundError:
-        return False
 
 
 @contextmanager
@@ -331,12 +314,7 @@ def lock_if_free(folder: Path) -> Iterator[bool]:
         Whether the folder is locked. Always true on a file system without such locks.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    is_locked = True
     try:
-        try:
-            _lock(descriptor)
-        except BlockingIOError:
-            is_locked = False
-        yield is_locked
+        yield _lock(descriptor)
     finally:
         os.close(descriptor)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from recsys._support.files import as_argument, describe_taken, flush_to_disk, is_taken
+from recsys._support.files import as_argument, flush_to_disk, require_free
 from recsys._support.untrusted import parse_json
 from recsys.errors import AlreadyExists, StoreError
 
@@ -199,8 +199,7 @@ class StoreWriter:
         flags = {"weights": has_weights, "groups": has_groups, "times": has_times}
         has = [name for name, is_there in flags.items() if is_there]
         self._dtypes = _dtypes(dense_transform, features or (), has)
-        if is_taken(self.path):
-            raise AlreadyExists(f"{describe_taken(self.path)}; choose another folder for the store")
+        require_free(self.path)
         self.folder = self.path.parent / f".{self.path.name}.partial"
         try:
             self.folder.mkdir(parents=True)

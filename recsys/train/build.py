@@ -722,14 +722,15 @@ def _output_of_all(
 
 def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
     """The schedule of a configuration; None lets the pipeline choose."""
-    if config.kind in ("sequential", "fae"):
-        return Sequential()
-    if config.kind == "auto":
-        return Auto()
-    if config.hotline is not None:
-        learning_steps = ceil(config.hotline.learning_share * num_steps)
-        return Hotline(learning_steps, config.hotline.pinned_share)
-    return config.lookahead
+    hotline = config.hotline
+    if hotline is not None:
+        return Hotline(ceil(hotline.learning_share * num_steps), hotline.pinned_share)
+    of_kind: dict[str, Schedule | Auto] = {
+        "sequential": Sequential(),
+        "fae": Sequential(),
+        "auto": Auto(),
+    }
+    return of_kind.get(config.kind, config.lookahead)
 
 
 def describe_schedule(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from tqdm import tqdm
 
-from recsys._support.files import describe_taken, is_taken
+from recsys._support.files import require_free
 from recsys.datasets.checks import findings_of
 from recsys.datasets.loader import one_ahead
 from recsys.datasets.numbering import (
@@ -50,7 +50,7 @@ from recsys.datasets.tabular.negatives import NO_ITEM, Sampler, belongs_to_items
 from recsys.datasets.tabular.read import Frames, TableFiles
 from recsys.datasets.tabular.schema import ALL_FOR_TEST, PART, Schema, find_schema
 from recsys.datasets.tabular.split import TRAIN, Spool, SpooledRows
-from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
+from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -233,8 +233,7 @@ def _write_table(
             "a store needs a column with values of an embedding table; name at least one in "
             "[categorical], [multi] or [sequence]"
         )
-    if is_taken(store):
-        raise AlreadyExists(f"{describe_taken(store)}; choose another folder for the store")
+    require_free(store)
     if like is not None and schema.history:
         warnings.warn(
             "histories list rows of these files alone and begin empty; where groups come again, "
