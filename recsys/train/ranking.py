@@ -393,16 +393,17 @@ class ItemScorer:
         for rows in self._slices(self._batch_size):
             num_items = rows.stop - rows.start
             vectors = model.sparse_arch(self._items.as_features(rows).to(device))[:, of_item]
-            logits = []
             num_pairs = len(asked) * num_items
+            # Not a list: small results between large ones would keep freed memory from use.
+            logits = torch.empty(num_pairs, device=device)
             for begin in range(0, num_pairs, self._batch_size):
                 end = min(begin + self._batch_size, num_pairs)
                 pairs = torch.arange(begin, end, device=device)
                 question, item = pairs // num_items, pairs % num_items
                 candidates = pooled[question]
                 candidates[:, of_item] = vectors[item]
-                logits.append(model.head(dense[question], candidates).squeeze(-1))
-            yield rows, torch.cat(logits).view(len(asked), num_items)
+                logits[begin:end] = model.head(dense[question], candidates).squeeze(-1)
+            yield rows, logits.view(len(asked), num_items)
 
 
 @lru_cache(maxsize=4)  # a store does not change, and a run evaluates several times
