@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from math import hypot, sqrt
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from recsys.report import make_differences
 
-__all__ = ["DOCUMENTS", "RESULTS", "TABLES", "Policies", "Table", "with_tables"]
+__all__ = ["DOCUMENTS", "RESULTS", "TABLES", "Policies", "Rankings", "Table", "with_tables"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
@@ -142,6 +143,44 @@ class Policies(NamedTuple):
         return self.caption + "\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+class Rankings(NamedTuple):
+    """How ablations of models that rank items become one table, with a line for each of the data.
+
+    Attributes:
+        caption: What stands above it.
+        models: Title, record, variation, and what the names of its metrics begin with; {} in the
+            name of a record is that of the data.
+        lines: What the data is called, in names of records and to readers.
+    """
+
+    caption: str
+    models: Sequence[tuple[str, str, str, str]]
+    lines: Sequence[tuple[str, str]]
+
+    def text(self) -> str:
+        """The table in Markdown."""
+        titles = ("data", *(title for title, *_ in self.models))
+        table = [[*titles], ["---"] * len(titles)]
+        for data, name in self.lines:
+            table.append([name])
+            for _, file, variation, prefix in self.models:
+                cells = json.loads((RESULTS / file.format(data)).read_text())["cells"]
+                runs = [cell["run"] for cell in cells if cell["variation"] == variation]
+                found = [run["metrics"]["test"] for run in runs]
+                metrics = (f"{prefix}recall", f"{prefix}ndcg")
+                texts = [_with_error(found, metric) for metric in metrics if len(found) > 2]
+                table[-1].append("; ".join(texts) or "-")
+        return self.caption + "\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+
+
+def _with_error(runs: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The mean over seeds, and its error: of the groups, which all seeds share, and of seeds."""
+    values = [run[f"{name}_at_k"] for run in runs]
+    of_groups = mean(run[f"{name}_standard_error"] for run in runs)
+    error = hypot(of_groups, stdev(values) / sqrt(len(values)))
+    return f"{mean(values):.3f} \u00b1 {error:.3f}"
+
+
 def _differences(
     cells: Sequence[Mapping[str, Any]], variation: str, baseline: str
 ) -> dict[str, Mapping[str, Any]]:
@@ -199,7 +238,7 @@ _PREPARED = [
     ("times pandas (95 %)", "", "speed_over_pandas", _ratio),
 ]
 _ONE_HOT = ",T=26,ids=one-hot"
-TABLES: dict[str, Table | Headlines | Policies] = {
+TABLES: dict[str, Table | Headlines | Policies | Rankings] = {
     "whole_steps": Headlines(
         ("you have", "optimizer, B", "a step, times as fast (95 %)"),
         [
@@ -529,6 +568,27 @@ TABLES: dict[str, Table | Headlines | Policies] = {
                 ("slipstream_synthetic.json", f"{policy}-0.2", "random_drop-0.2")
                 for policy in ("paper", "drop_input", "subsample", "freeze_rows", "random_drop")
             ),
+        ],
+    ),
+    "rankings": Rankings(
+        "Recall at 20; NDCG at 20: mean of three seeds, and its standard error, of the questions "
+        "and of the seeds. All items are ranked for the last positive of 5,000 groups; for `din`, "
+        "which computes each pair of question and item, of 250. `two_tower` and `sasrec` learn by "
+        "a softmax over the items of a mini-batch and 4,000 drawn ones, on MovieLens over all.",
+        [
+            ("popularity", "rankings_{}.json", "two_tower", "popularity_"),
+            ("item_knn", "rankings_{}.json", "two_tower", "item_knn_"),
+            ("`din`", "rankings_din_{}.json", "din", ""),
+            ("`two_tower`", "rankings_{}.json", "two_tower", ""),
+            ("`sasrec`", "rankings_{}.json", "sasrec", ""),
+        ],
+        [
+            ("movielens", "MovieLens 1M"),
+            ("gowalla", "Gowalla"),
+            ("diginetica", "Diginetica"),
+            ("tmall", "Tmall"),
+            ("nowplaying", "Nowplaying"),
+            ("retailrocket", "Retailrocket"),
         ],
     ),
     "skipping": Table(
