@@ -168,8 +168,7 @@ class Rankings(NamedTuple):
                 runs = [cell["run"] for cell in cells if cell["variation"] == variation]
                 found = [run["metrics"]["test"] for run in runs]
                 metrics = (f"{prefix}recall", f"{prefix}ndcg")
-                texts = [_with_error(found, metric) for metric in metrics if len(found) > 2]
-                table[-1].append("; ".join(texts) or "-")
+                table[-1].append("; ".join(_with_error(found, metric) for metric in metrics))
         return self.caption + "\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
 
 
