@@ -325,7 +325,7 @@ def ablate(
                 found[cell.name] = _finished(config, folder, cell, data[cell.name])
                 if found[cell.name] is None:
                     break  # Ctrl-C ended a cell that `run_cell` trained in this process
-                # A finished cell is not run again, so it needs neither.
+                # It is not run again, so it needs neither checkpoints nor its best weights.
                 shutil.rmtree(folder / "cells" / cell.name / "checkpoints", ignore_errors=True)
                 RunFolder(folder / "cells" / cell.name).drop_best()
                 _tabulate(config, folder, found)

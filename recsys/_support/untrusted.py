@@ -1,4 +1,6 @@
-"""Reads text from files that may be damaged, or come from a stranger; checks of values and states.
+"""Reads text from files that may be damaged, or come from a stranger; checks values and states.
+
+`AbstractSettings` is the base of dataclasses whose fields check themselves, such as policies.
 
 Every fault of the text is a `ValueError`, so callers have one class to catch. They add the file,
 the rule and the way out. Parsed values and saved states have Python's own numbers. Arguments may
@@ -152,6 +154,14 @@ def setting(default: Any, meaning: str, **limits: float) -> Any:
     return field(default=default, metadata={**metadata, "strict": True})
 
 
+_ANY: tuple[Callable[[Any], bool], str] = (lambda _: True, "")
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (is_int, "a whole number"),
+    "float": (is_number, "a number"),
+    "bool": (lambda value: type(value) is bool, "True or False"),
+}
+
+
 class AbstractSettings:
     """Settings whose numbers are checked when they are made; the base of dataclasses.
 
@@ -179,11 +189,3 @@ class AbstractSettings:
                 raise ConfigError(
                     f"{type(self).__name__}: {one.name} must be {kind}{rules}, got {value!r}"
                 )
-
-
-_ANY: tuple[Callable[[Any], bool], str] = (lambda _: True, "")
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (is_int, "a whole number"),
-    "float": (is_number, "a number"),
-    "bool": (lambda value: type(value) is bool, "True or False"),
-}

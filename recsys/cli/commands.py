@@ -1,6 +1,7 @@
 """What the commands do: each calls one function of the library and prints what it returns.
 
-A command imports that function when it runs: PyTorch takes seconds to import.
+A command imports that function when it runs: PyTorch takes seconds to import. Before,
+`RunFolder.open_model` refuses a folder without a model, and warns of a run that has not finished.
 """
 
 from __future__ import annotations

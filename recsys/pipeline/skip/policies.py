@@ -81,7 +81,7 @@ class AbstractPolicy(AbstractSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         name, values = type(self).__name__, vars(self)
-        if values.get("guard", ...) is None:  # in one form alone, which files have, too
+        if values.get("guard", ...) is None:  # as TOML says it, which has no None
             object.__setattr__(self, "guard", Guard(every=0))
         guard, staleness = values.get("guard"), values.get("staleness")
         least = values.get("keep", values.get("least", 0))

@@ -295,7 +295,7 @@ def read_checkpoint(folder: Path, number: int | None = None) -> tuple[Manifest, 
                 path = folder / piece.name / file.name
                 is_needed = file.name != _STATE_FILE or piece.name in manifest.deltas
                 if is_needed and (found := _described(path)) != file:
-                    raise CheckpointError(  # noqa: TRY301
+                    raise CheckpointError(  # noqa: TRY301  # gets the hint below
                         f"{path}: is damaged: its {found.num_bytes} bytes have the CRC-32 "
                         f"{found.crc32}, and {file.num_bytes} with {file.crc32} were written"
                     )
