@@ -141,11 +141,11 @@ class _Trainer:
         self._loader = BatchLoader(source, "train", _BATCH_SIZE, shuffle=True)
         self._batches = iter(self._loader)
         self._pipeline = TrainPipeline(model, optimizers)
-        self._folder = folder
-        self._checkpoints = None
+        self._folder = folder or Path()
         self._train(_WARM_UP_STEPS)
-        if folder is not None:
-            self._checkpoints = Checkpoints(folder, model=model, optimizers=optimizers)
+        self._checkpoints = (
+            None if folder is None else Checkpoints(folder, model=model, optimizers=optimizers)
+        )
         gc.disable()
         gc.collect()
         gc.freeze()
@@ -154,6 +154,8 @@ class _Trainer:
     def turn(self, num_steps: int) -> dict[str, float]:
         """Train; returns seconds that training waited for its checkpoint."""
         found = {}
+        if self._checkpoints is not None:
+            self._checkpoints.prepare()
         self._train(num_steps // 2)
         if self._checkpoints is not None:
             cut = time.perf_counter()
@@ -166,7 +168,6 @@ class _Trainer:
     def finish(self) -> dict[str, float]:
         """Write what is left; returns the seconds, and the bytes on the disk."""
         assert self._checkpoints is not None
-        assert self._folder is not None
         begin = time.perf_counter()
         self._checkpoints.wait()
         seconds = time.perf_counter() - begin

@@ -87,7 +87,10 @@ class SavedTable:
         array = self._array(name)
         rows = torch.empty((end - begin, *array.shape[1:]), dtype=array.dtype, device="cpu")
         if not self._move_range(array, begin, rows, is_read=True):
-            rows.copy_(array[begin:end])
+            # By numpy, on this thread alone. torch would start threads for a second thread of
+            # Python; OpenMP lets those of training sleep between their tasks as long as there are
+            # more of them than cores, and training is slower from then on.
+            rows.view(torch.uint8).numpy()[...] = array[begin:end].cpu().view(torch.uint8).numpy()
         return rows
 
     def gather(self, name: str, rows: NDArray[Any]) -> Tensor:

@@ -443,7 +443,7 @@ class Trainer:
             )
             loader.observe(found["logloss"])
         if is_due:
-            found = evaluate(
+            found = self.metrics[keys.split] = evaluate(
                 self.model,
                 self.source,
                 keys.split,
@@ -451,7 +451,6 @@ class Trainer:
                 keys.max_samples,
                 is_ranked=self._is_ranked_in_training,
             )
-            self.metrics[keys.split] = found
             progress.add_evaluation(keys.split, found)
             if stopping is not None and stopping.best_step == progress.num_steps:
                 self.folder.save_model(self.saved, self.folder.best_file(stopping.best_step))

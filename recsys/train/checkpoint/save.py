@@ -364,8 +364,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if any(self._share.gather(any(piece.error is not None for piece in cut.pieces))):
             cut.is_given_up.set()
         error = self._committed.exception()
-        state = self._last, error is None, isinstance(error, CheckpointError)
-        last, is_complete, has_lost = self._share.gather(state)[0]
+        last, is_complete, has_lost = self._share.gather(
+            (self._last, error is None, isinstance(error, CheckpointError))
+        )[0]
         with _signals_held():
             self._cut = None
             self._last = last

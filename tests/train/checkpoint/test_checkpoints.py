@@ -2,13 +2,16 @@
 
 import random
 import shutil
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from recsys import load_checkpoint, save_checkpoint
+from recsys import Checkpoints, HotColdEmbeddingBag, load_checkpoint, save_checkpoint
+from recsys.embeddings import SGD
 from recsys.errors import CheckpointError
 from tests.train.checkpoint.trainings import (
     Training,
@@ -77,6 +80,20 @@ def test_rows_that_change_after_a_save_are_not_in_its_copy_of_every_row(tmp_path
         training.write(0, seed=0)
 
     require_restores(Training(), tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_while_rows_are_copied_torch_starts_no_threads_beside_those_of_training(tmp_path):
+    torch.set_num_threads(2)
+    bag = HotColdEmbeddingBag(2**16, 16, optimizer=SGD(lr=0.1))
+    bag.weight.sum()  # starts those of training
+    tasks = Path("/proc/self/task")
+    with Checkpoints(tmp_path, model=bag) as checkpoints:
+        before = len([*tasks.iterdir()]) - threading.active_count()
+        checkpoints.save()
+        after = len([*tasks.iterdir()]) - threading.active_count()
+
+    assert after == before
 
 
 def test_too_little_space_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
