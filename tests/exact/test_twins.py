@@ -22,7 +22,7 @@ def test_rows_in_tiers_and_schedules_change_no_bit(folder, seed, actions):
     play(seed, folder, actions)
 
 
-@pytest.mark.serial
+# Not serial: to compile its kernels takes half a minute, in which other tests run.
 def test_two_threads_change_no_bit(folder, monkeypatch):
     kernels = "recsys.embeddings.kernels.cpu"
     limits = ["lookup.MIN_SHARED_BYTES", "update.MIN_SHARED_BYTES"]
