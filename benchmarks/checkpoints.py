@@ -4,11 +4,12 @@
     recsys        trains on the same mini-batches, and saves one checkpoint in each turn
 
 Both have Kaggle's tables and Adagrad, each in a process of its own, and take turns of equally many
-steps. A checkpoint is cut in the middle of a turn. At the end of a turn all threads of its process
-are stopped until its next turn: what is left to write goes on then, beside training, as it does in
-a run. The first turn includes the copy of every row, and the time in all includes what is left
-after the last turn. Rows that are updated are recorded in every step. The row `time_over_plain` is
-named after `plain`; it is how many times longer turns with checkpoints take.
+steps. A checkpoint is cut in the middle of a turn. The copy of every row begins with the first
+turn; that of a run begins half an interval before its checkpoint, too. At the end of a turn all
+threads of its process are stopped until its next turn: what is left to write goes on then, beside
+training, as it does in a run. The time in all includes what is left after the last turn. Rows that
+are updated are recorded in every step. The row `time_over_plain` is named after `plain`; it is how
+many times longer turns with checkpoints take.
 
 `memory` saves one checkpoint of a table in files, and measures the peak of anonymous and of all
 resident memory beyond that before.

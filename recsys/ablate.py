@@ -320,14 +320,19 @@ def ablate(
                     continue
                 if show_progress:
                     sys.stderr.write(f"cell {number} of {len(config.cells)}: {cell.name}\n")
-                run = replace(cell.config, num_threads=cell.config.num_threads or num_threads)
-                _train(folder, cell.name, run, run_cell, show_progress=show_progress)
+                run = RunFolder(folder / "cells" / cell.name)
+                own = replace(cell.config, num_threads=cell.config.num_threads or num_threads)
+                resume = _config_of(run) == own  # of one that was stopped
+                if not resume:
+                    shutil.rmtree(run.path, ignore_errors=True)
+                with suppress(TrainingDiverged):  # the record of the cell says so
+                    run_cell(own, run.path, resume=resume, show_progress=show_progress)
                 found[cell.name] = _finished(config, folder, cell, data[cell.name])
                 if found[cell.name] is None:
                     break  # Ctrl-C ended a cell that `run_cell` trained in this process
                 # It is not run again, so it needs neither checkpoints nor its best weights.
-                shutil.rmtree(folder / "cells" / cell.name / "checkpoints", ignore_errors=True)
-                RunFolder(folder / "cells" / cell.name).drop_best()
+                shutil.rmtree(run.checkpoints_folder, ignore_errors=True)
+                run.drop_best()
                 _tabulate(config, folder, found)
         except KeyboardInterrupt:
             pass
@@ -404,23 +409,6 @@ def _config_of(run: RunFolder) -> TrainConfig | None:
     with suppress(ConfigError, FileNotFoundError):
         return load_config(run.config_file)
     return None
-
-
-def _train(
-    folder: Path,
-    name: str,
-    config: TrainConfig,
-    run_cell: Callable[..., Any],
-    *,
-    show_progress: bool,
-) -> None:
-    """Train a cell; one that was stopped continues from its checkpoint."""
-    run = RunFolder(folder / "cells" / name)
-    resume = _config_of(run) == config
-    if not resume:
-        shutil.rmtree(run.path, ignore_errors=True)
-    with suppress(TrainingDiverged):  # the record of the cell says so
-        run_cell(config, run.path, resume=resume, show_progress=show_progress)
 
 
 def _described(config: AblationConfig) -> dict[str, Any]:

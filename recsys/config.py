@@ -122,8 +122,8 @@ _WORDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "t
 _FORMS: dict[Any, str] = {Annotated: "{0}", tuple: "list of {0}s", dict: "by name: {1}"}
 SYNTHETIC_PREFIX = "synthetic:"
 _SYNTHETIC = f"{SYNTHETIC_PREFIX}criteo-kaggle"
-_RETRIEVAL_MODELS = ("two_tower", "sasrec")
-_MODELS = ("dlrm", "dcn_v2", "deepfm", "din", "tbsm", *_RETRIEVAL_MODELS)
+RETRIEVAL_MODELS = ("two_tower", "sasrec")
+_MODELS = ("dlrm", "dcn_v2", "deepfm", "din", "tbsm", *RETRIEVAL_MODELS)
 _HIDDEN = (512, 256, 64)  # of the default dense_arch
 # The metrics of an evaluation during training that say how good predictions are.
 IS_HIGHER_BETTER = {
@@ -273,10 +273,9 @@ class OptimizerConfig(Keys):
         Args:
             dense: What it sets; None for nothing.
         """
-        counterparts = {"rowwise_adagrad": "adagrad", "partial_rowwise_adam": "adam"}
-        matching = replace(self, name=counterparts.get(self.name, self.name))
-        own = () if dense is None else dense.model_fields_set
-        return replace(matching, **{name: getattr(dense, name) for name in own})
+        counterpart = self.name.rpartition("rowwise_")[2]
+        own = {} if dense is None else dense.model_dump(exclude_unset=True)
+        return replace(self, **{"name": counterpart} | own)
 
 
 class LearningRateConfig(Keys):
@@ -510,31 +509,13 @@ class ModelConfig(Keys):
                 "drop one",
             ),
             (
-                self.name in ("din", "tbsm", *_RETRIEVAL_MODELS)
+                self.name in ("din", "tbsm", *RETRIEVAL_MODELS)
                 and bool(self.table_dims or self.pooling),
                 "table_dims and pooling are for models that pool their bags in the lookup, got "
                 f"name {self.name!r}; drop them",
             ),
         )
         return self
-
-    @property
-    def is_custom(self) -> bool:
-        """Whether the model is a class of the user's."""
-        return ":" in self.name
-
-    @property
-    def compares_items(self) -> bool:
-        """Whether the loss is a softmax over items, and not one of labels."""
-        return self.name in _RETRIEVAL_MODELS
-
-    def dim_of(self, table: str) -> int:
-        """Columns of a table.
-
-        Args:
-            table: Its name.
-        """
-        return self.table_dims.get(table, self.embedding_dim)
 
 
 class HotlineConfig(Keys):
@@ -717,7 +698,7 @@ class TrainConfig(Keys):
                 for name, is_set in needs_recsys.items()
             ),
             (
-                self.is_synthetic and self.data != _SYNTHETIC,
+                self.data.startswith(SYNTHETIC_PREFIX) and self.data != _SYNTHETIC,
                 f"data must be {_SYNTHETIC!r} if synthetic, got {self.data!r}",
             ),
             (
@@ -756,17 +737,12 @@ class TrainConfig(Keys):
                 "beforehand; choose another schedule",
             ),
             (
-                self.model.compares_items and self.schedule.hotline is not None,
+                self.model.name in RETRIEVAL_MODELS and self.schedule.hotline is not None,
                 "schedule 'hotline' computes a mini-batch in two parts, and model.name "
                 f"{self.model.name!r} compares its samples; choose another schedule",
             ),
         )
         return self
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether the data is made, not read."""
-        return self.data.startswith(SYNTHETIC_PREFIX)
 
     @property
     def resolved_dense_optimizer(self) -> OptimizerConfig:

@@ -508,7 +508,7 @@ def _verdict(record: Mapping[str, Any]) -> str:
         return f"No variation won: with one seed each, nothing tells {title} from chance."
     if best["low"] > 0:
         return f"{best['variation']} won: its {title} is above {baseline}'s by {_difference(best)}."
-    if best["high"] < 0:
+    if all((entry["high"] or 0) < 0 for entry in found if entry["metric"] == best["metric"]):
         return f"{baseline} won: its {title} is above that of every other variation."
     return f"No variation won: none has a {title} whose interval lies above {baseline}'s."
 

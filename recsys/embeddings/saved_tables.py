@@ -87,9 +87,10 @@ class SavedTable:
         array = self._array(name)
         rows = torch.empty((end - begin, *array.shape[1:]), dtype=array.dtype, device="cpu")
         if not self._move_range(array, begin, rows, is_read=True):
-            # By numpy, on this thread alone. torch would start threads for a second thread of
-            # Python; OpenMP lets those of training sleep between their tasks as long as there are
-            # more of them than cores, and training is slower from then on.
+            # By numpy, on this thread alone; `gather` is called by the training thread. torch has
+            # a team of OpenMP threads for each thread of Python that copies. If all teams together
+            # have more threads than there are cores, OpenMP lets those that wait sleep at once,
+            # also those of training, which is slower from then on.
             rows.view(torch.uint8).numpy()[...] = array[begin:end].cpu().view(torch.uint8).numpy()
         return rows
 

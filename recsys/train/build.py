@@ -45,6 +45,7 @@ from recsys.batch import (
     features_by_table,
     histories_of,
 )
+from recsys.config import RETRIEVAL_MODELS, SYNTHETIC_PREFIX
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
@@ -140,7 +141,7 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
     """
     source: SampleSource = (
         SyntheticCriteo(**config.synthetic.model_dump())
-        if config.is_synthetic
+        if config.data.startswith(SYNTHETIC_PREFIX)
         else Store(config.data)
     )
     if isinstance(source, Store) and source.label_names:
@@ -183,7 +184,7 @@ def tables_of(
         TableConfig(
             name=f"t_{table}",
             num_embeddings=size,
-            embedding_dim=model.dim_of(table),
+            embedding_dim=model.table_dims.get(table, model.embedding_dim),
             feature_names=tuple(features[table]),
             pooling=model.pooling.get(table, "sum"),
         )
@@ -353,8 +354,8 @@ def needs_rows(config: ModelConfig) -> bool:
         ConfigError: the class of the user's cannot be imported; or rows are not pooled, and
             `table_dims` or `pooling` are set.
     """
-    takes_rows = config.name in ("din", "tbsm", "two_tower", "sasrec")
-    if config.is_custom:
+    takes_rows = config.name in ("din", "tbsm", *RETRIEVAL_MODELS)
+    if ":" in config.name:
         takes_rows = bool(getattr(_custom_class(config.name), "unpooled", False))
     if takes_rows and (config.table_dims or config.pooling):
         raise ConfigError(
@@ -382,7 +383,7 @@ def build_network(
         ConfigError: sizes do not fit each other, the model does not fit the data, or the class of
             the user's does not take the two arguments or makes a model that cannot be saved.
     """
-    if config.is_custom:
+    if ":" in config.name:
         with device:
             return BatchTrain(_build_custom(config.name, embeddings, source.num_dense))
     retrieval = config.two_tower or config.sasrec
@@ -609,8 +610,8 @@ def tables_budget(config: TrainConfig, source: SampleSource) -> str:
     if staleness is None:
         return config.budget
     tables = [
-        torch.empty(size, config.model.dim_of(table), device="meta")
-        for table, size in source.table_sizes.items()
+        torch.empty(table.num_embeddings, table.embedding_dim, device="meta")
+        for table in tables_of(source.table_sizes, features_by_table(source), config.model)
     ]
     of_tracker = tracked_bytes(tables, staleness)
     if of_tracker >= budget:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib
 import traceback
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
-from contextlib import ExitStack
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from recsys.errors import CallbackFailed, ConfigError, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import ExitStack
 
     from recsys.batch import SampleSource
 
@@ -106,8 +107,8 @@ _NO_EVALUATION: dict[str, Any] = {
 class EarlyStopping(Callback):
     """Ends training after `patience` evaluations in a row without an improvement.
 
-    The evaluations are those on `eval.split` during training, every `eval.every_steps`, and one
-    after the last step.
+    The evaluations are those on `eval.split` during training, every `eval.every_steps`, and with
+    keep="best" one after the last step.
 
     Args:
         patience: Evaluations, at least 1.
@@ -189,7 +190,7 @@ class EarlyStopping(Callback):
         return float(value - earlier if IS_HIGHER_BETTER[self._keys.metric] else earlier - value)
 
 
-class AbstractLogger(Callback):
+class AbstractLogger(Callback, ABC):
     """Logs measurements over the samples seen.
 
     They are `train/loss`, `train/auc` and `samples_per_second` of reports, and each metric of an
@@ -437,6 +438,8 @@ class RunCallbacks:
         stop_request: Why a callback asks that training ends after this step; None if none does.
         stopped: The step after which a callback has ended training, and why, as in the run record;
             None if none has.
+        stopping: Those that end training.
+        keeps_best: The one whose best evaluation the run keeps; None if it keeps its last weights.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = (), epochs: int = 0) -> None:
@@ -448,14 +451,22 @@ class RunCallbacks:
             self._callbacks[name if counts[name] == 1 else f"{name} {counts[name]}"] = callback
         self._epochs = epochs
         self._states: dict[str, Any] = {}  # to load
-        self._started: list[str] = []
         self.stop_request: dict[str, Any] | None = None
         self.stopped: dict[str, Any] | None = None
+        found = self._callbacks.values()
+        self.stopping = [one for one in found if isinstance(one, EarlyStopping)]
+        self.keeps_best = next((one for one in self.stopping if one.keeps_best), None)
 
-    def start(self, run_dir: Path, record: Mapping[str, Any]) -> None:
+    def start(self, run_dir: Path, record: Mapping[str, Any], stack: ExitStack) -> None:
         """Before the first step: each loads its state, and starts.
 
         Errors are as for the methods after it.
+
+        Args:
+            run_dir: The folder of the run.
+            record: The run record.
+            stack: Ends those that have started, even if one raises an error. That error is a
+                warning if another one has ended the run.
 
         Raises:
             CallbackFailed: a callback raised an error.
@@ -465,7 +476,7 @@ class RunCallbacks:
             if name in self._states:
                 self._call(name, "load_state_dict", self._states[name])
             self._call(name, "on_train_start", run_dir, record)
-            self._started.append(name)
+            stack.push(partial(self._end, name, record))
 
     def report(self, entry: Mapping[str, Any]) -> None:
         """After a report on training."""
@@ -480,42 +491,11 @@ class RunCallbacks:
                 if isinstance(callback, EarlyStopping):
                     self.stop_request |= callback.state_dict()
 
-    @property
-    def stopping(self) -> list[EarlyStopping]:
-        """Those that end training."""
-        return [
-            callback for callback in self._callbacks.values() if isinstance(callback, EarlyStopping)
-        ]
-
-    @property
-    def keeps_best(self) -> EarlyStopping | None:
-        """The callback whose best evaluation the run keeps; None if it keeps its last weights."""
-        return next((callback for callback in self.stopping if callback.keeps_best), None)
-
-    def stop(self, step: int) -> None:
-        """Training ends after this step, because a callback of some process has asked for it."""
-        self.stopped = self.stop_request or {"step": step, "callback": None}
-
-    def end(self, record: Mapping[str, Any], error: BaseException | None = None) -> None:
-        """At the end of the run: end those that were started, even if one raises an error.
-
-        Args:
-            record: The run record.
-            error: The one that ended the run; None if none did. Those of callbacks are warnings
-                then.
-
-        Raises:
-            CallbackFailed, KeyboardInterrupt: as the last one that raised.
-        """
-        with ExitStack() as stack:
-            for name in reversed(self._started):
-                stack.callback(self._end, name, record, error)
-
-    def _end(self, name: str, record: Mapping[str, Any], error: BaseException | None) -> None:
+    def _end(self, name: str, record: Mapping[str, Any], *raised: Any) -> None:
         try:
             self._call(name, "on_fit_end", record)
         except CallbackFailed as failed:
-            if error is None:
+            if raised[1] is None:
                 raise
             warnings.warn(str(failed), stacklevel=2)
 

@@ -117,17 +117,13 @@ class Progress:
         epoch, rest = divmod(self.num_samples, self._samples_per_epoch)
         return epoch * self._full_steps_per_epoch + rest // self._batch_size
 
-    def has_passed(self, every: int) -> bool:
-        """Whether the last step reached or passed a multiple of `every` full steps."""
-        return self.full_step // every > self._full_step_before // every
+    def has_passed(self, times: int, num_steps: int) -> bool:
+        """Whether the last step reached or passed a moment that comes `times` in `num_steps`.
 
-    def has_passed_one_of(self, times: int) -> bool:
-        """Whether it reached or passed one of `times` full steps spread evenly over the run.
-
-        The last step is one of them.
+        They are full steps, and spread evenly; the last of every `num_steps` is such a moment.
         """
         steps = self._full_step_before, self.full_step
-        before, now = (step * times // self.num_full_steps for step in steps)
+        before, now = (step * times // num_steps for step in steps)
         return now > before
 
     def add_evaluation(self, split: str, metrics: Mapping[str, Any]) -> None:

@@ -65,8 +65,7 @@ def reopened(
             or `number` is given and the folder is new.
         StoreError: there is no data.
     """
-    is_new = not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir()))
-    if is_new and number is None:
+    if RunFolder.is_new(run_dir) and number is None:
         sys.stderr.write(f"{run_dir} is new: training starts from the first sample\n")
         return None
     from recsys.train.checkpoint import newest  # imports PyTorch

@@ -57,6 +57,13 @@ class RunFolder:
         self.checkpoints_folder = path / "checkpoints"
 
     @staticmethod
+    def is_new(path: Path) -> bool:
+        """Whether a folder is missing, or has nothing but a `config.toml` begun before a kill."""
+        return not path.exists() or (
+            path.is_dir() and {*path.iterdir()} <= {path / "config.toml.partial"}
+        )
+
+    @staticmethod
     def require_place(path: Path) -> None:
         """Check that a run can start in a folder, before the work that its files are about.
 
@@ -64,7 +71,7 @@ class RunFolder:
             AlreadyExists: the folder is not empty.
             ConfigError: it cannot be made, or not be written to.
         """
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and not RunFolder.is_new(path):
             raise AlreadyExists(
                 f"run folder {path} is not empty; remove it or choose another with --run, "
                 "or continue its run with --resume"
@@ -195,11 +202,10 @@ class RunFolder:
         """The model after a step, while the run knows of no better one."""
         return self.path / f"best-{step}.safetensors"
 
-    def drop_best(self, but: int | None = None) -> None:
-        """Delete best models, but for that of one step."""
-        for file in self.path.glob("best-*.safetensors"):
-            if but is None or file != self.best_file(but):
-                file.unlink()
+    def drop_best(self, but: int = 0) -> None:
+        """Delete best models, but for that of one step; steps are numbered from 1."""
+        for file in {*self.path.glob("best-*.safetensors")} - {self.best_file(but)}:
+            file.unlink()
 
     def save_model(self, model: nn.Module, file: Path | None = None) -> None:
         """Write the state_dict of a model without copying its tables in memory.

@@ -35,7 +35,7 @@ from recsys._support.machine import (
     set_num_threads,
     tune_allocator,
 )
-from recsys.config import TrainConfig, describe_config, flat, replace
+from recsys.config import RETRIEVAL_MODELS, TrainConfig, describe_config, flat, replace
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.pipeline.fae import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
@@ -138,11 +138,9 @@ def train(
         own_dir = run_dir
         if rank():  # the files of a further process are deleted in the end
             own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="recsys-")))
-        earlier: Reopened | None = None
-        if resume:
-            if not rank():
-                earlier = reopened(config, run_dir, checkpoint, stack)
-            earlier = gather_objects(earlier)[0]  # what the first process has found
+        opens = resume and not rank()
+        found = reopened(config, run_dir, checkpoint, stack) if opens else None
+        earlier: Reopened | None = gather_objects(found)[0]  # what the first process has found
         if earlier is not None and earlier.record is not None:
             return earlier.record
         # In no variable here: the model is gone when contexts end, before its files are deleted.
@@ -203,7 +201,7 @@ class Trainer:
             RunCallbacks(epochs=config.epochs) if rank() else callbacks_of(config, callbacks)
         )
         [self._is_ranked_in_training] = any_of(
-            config.model.compares_items
+            config.model.name in RETRIEVAL_MODELS
             or any(callback.is_of_ranking for callback in self.callbacks.stopping)
         )
         self.source = source = open_source(config)
@@ -308,10 +306,9 @@ class Trainer:
             "threads": self.threads._asdict(),
             "resumed": self.resumed,
         }
-        stack.push(lambda _, error, __: callbacks.end(record, error))
         try:
             with _interrupts() as interrupted:
-                callbacks.start(self.folder.path, record)
+                callbacks.start(self.folder.path, record, stack)
                 stopping = callbacks.keeps_best
                 if stopping is not None and not self.folder.best_file(stopping.best_step).is_file():
                     stopping.forget_best()  # of a checkpoint, and a better one followed it
@@ -330,10 +327,13 @@ class Trainer:
             advice = str(error).replace("lower the learning rate", LOWER_LR)  # by the keys
             raise type(error)(f"after step {progress.num_steps}: {advice}") from error
         finally:
+            skipping, checkpoints = self.pipeline.skipping, self.checkpoints
             try:
-                self._end_checkpoints()
+                if checkpoints is not None:
+                    checkpoints.close()  # writes the one that waits; no collective
+                    if checkpoints.newest is None and not rank():
+                        rmtree(self._checkpoints_folder, ignore_errors=True)
             finally:
-                skipping, checkpoints = self.pipeline.skipping, self.checkpoints
                 record |= {
                     "throughput": self.progress.throughput(),
                     "stalls": describe_stalls(self.pipeline.clock),
@@ -394,7 +394,7 @@ class Trainer:
         clock.mark("update")
         is_last = progress.full_step >= progress.num_full_steps
         self._evaluate_if_due(is_last=is_last)
-        if progress.has_passed_one_of(_REPORTS_PER_RUN):
+        if progress.has_passed(_REPORTS_PER_RUN, progress.num_full_steps):
             progress.report()
         is_interrupted, is_due, is_stopped = any_of(
             interrupted.is_set(),
@@ -402,7 +402,10 @@ class Trainer:
             self.callbacks.stop_request is not None and not is_last,
         )
         if is_stopped:
-            self.callbacks.stop(progress.num_steps)
+            self.callbacks.stopped = self.callbacks.stop_request or {
+                "step": progress.num_steps,
+                "callback": None,  # of another process
+            }
         if is_interrupted or is_stopped:
             progress.report()
         if is_interrupted or is_due or (is_stopped and self.has_saved):
@@ -425,9 +428,11 @@ class Trainer:
         if is_last:  # evaluated as a whole afterwards
             is_due = stopping is not None
         elif keys.every_steps:
-            is_due = progress.has_passed(keys.every_steps)
+            is_due = progress.has_passed(1, keys.every_steps)
         else:
-            is_due = progress.has_passed_one_of(_EVALUATIONS_PER_EPOCH * self.config.epochs)
+            is_due = progress.has_passed(
+                _EVALUATIONS_PER_EPOCH * self.config.epochs, progress.num_full_steps
+            )
         wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
         if not is_due and not wants_loss:
             return
@@ -493,14 +498,6 @@ class Trainer:
         )
         self.has_saved, self._cut_time = True, perf_counter()
         clock.mark("checkpoint")
-
-    def _end_checkpoints(self) -> None:
-        """Write the checkpoint that waits, if any. No collective: other processes may be gone."""
-        if self.checkpoints is None:
-            return
-        self.checkpoints.close()
-        if self.checkpoints.newest is None and not rank():
-            rmtree(self._checkpoints_folder, ignore_errors=True)
 
     def _resume(self, number: int) -> int:
         """Continue after a checkpoint; returns the length in bytes that the history had.

@@ -104,6 +104,7 @@ def test_times_and_rates_have_ratios_and_qualities_differences():
     [
         ([0.71, 0.711], [0.65, 0.85], "drop"),
         ([0.69, 0.689], [], "none"),
+        ([0.69, 0.689], [0.5, 0.85], None),
         ([0.75, 0.66], [], None),
         ([0.71], [], None),
     ],

@@ -57,6 +57,8 @@ def test_a_finished_run_continues_with_more_epochs_or_from_a_checkpoint_that_is_
     with pytest.raises(ConfigError, match="not a run"):
         run(config, folder, resume=True, checkpoint=7)
     run(config, tmp_path / "whole")
+    folder.mkdir()
+    (folder / "config.toml.partial").touch()  # as after a kill
     record = run(replace(config, epochs=1), folder, resume=True)  # a new folder may be resumed
     before = (folder / "run.json").read_bytes()
 

@@ -29,7 +29,7 @@ import torch
 from recsys._support.files import alone_with, make_folders
 from recsys._support.machine import lower_thread_priority
 from recsys.embeddings.update.changed_rows import rows_of
-from recsys.errors import CheckpointError, ConfigError
+from recsys.errors import CheckpointError, ConfigError, refuse
 from recsys.train.checkpoint.format import (
     BLOCK_BYTES,
     PIECE_FILE,
@@ -220,15 +220,32 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             ConfigError: this object is closed, `loader` or another argument has no `state_dict`, or
                 `loader` counts mini-batches that wait in `pipeline` as trained on.
         """
-        _require_trained_position(pipeline, loader)
-        small = self._contents.state(
-            {
-                "pipeline": _states_of("pipeline", pipeline),
-                "loader": _states_of("loader", loader),
-                "schedulers": _states_of("schedulers", schedulers),
-                "state": state,
-            }
+        given = {
+            "pipeline": listed(pipeline),
+            "loader": listed(loader),
+            "schedulers": listed(schedulers),
+        }
+        num_untold = 0 if loader is None else getattr(pipeline, "num_untold", 0)
+        refuse(
+            (
+                num_untold > 0,  # a run that is resumed would leave them out
+                f"loader: the {type(loader).__name__} may count {num_untold} mini-batches as used "
+                "that wait in the pipeline, because the iterator that was trained on has no "
+                "num_waiting; train on a BatchLoader itself, give the iterator num_waiting "
+                "(docs/python.md), or, if nothing is skipped, use schedule=Sequential()",
+            ),
+            *(
+                (
+                    not hasattr(part, "state_dict"),
+                    f"{name} must have state_dict and load_state_dict, got {type(part).__name__}; "
+                    "save what it needs as state",
+                )
+                for name, parts in given.items()
+                for part in parts
+            ),
         )
+        states = {name: [part.state_dict() for part in parts] for name, parts in given.items()}
+        small = self._contents.state({**states, "state": state})
         self._settle()
         self.prepare()
         if self._full is not None:
@@ -532,34 +549,3 @@ def _warn(what: str, error: Exception) -> None:
         f"{what} ({str(error) or type(error).__name__}); free some space, or check the disk",
         stacklevel=4,
     )
-
-
-def _states_of(argument: str, value: Any) -> list[Any]:
-    """The `state_dict` of each object that was given as an argument.
-
-    Raises:
-        ConfigError: one has none.
-    """
-    for given in listed(value):
-        if not hasattr(given, "state_dict"):
-            raise ConfigError(
-                f"{argument} must have state_dict and load_state_dict, got {type(given).__name__}; "
-                "save what it needs as state"
-            )
-    return [given.state_dict() for given in listed(value)]
-
-
-def _require_trained_position(pipeline: Any, loader: Any) -> None:
-    """Check that the loader's position does not count mini-batches that wait in the pipeline.
-
-    Raises:
-        ConfigError: it counts some; a run that is resumed would leave them out.
-    """
-    num_untold = 0 if loader is None else getattr(pipeline, "num_untold", 0)
-    if num_untold:
-        raise ConfigError(
-            f"loader: the {type(loader).__name__} may count {num_untold} mini-batches as used "
-            "that wait in the pipeline, because the iterator that was trained on has no "
-            "num_waiting; train on a BatchLoader itself, give the iterator num_waiting "
-            "(docs/python.md), or, if nothing is skipped, use schedule=Sequential()"
-        )
