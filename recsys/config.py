@@ -698,7 +698,7 @@ class TrainConfig(Keys):
                 for name, is_set in needs_recsys.items()
             ),
             (
-                self.data.startswith(SYNTHETIC_PREFIX) and self.data != _SYNTHETIC,
+                self.is_synthetic and self.data != _SYNTHETIC,
                 f"data must be {_SYNTHETIC!r} if synthetic, got {self.data!r}",
             ),
             (
@@ -743,6 +743,11 @@ class TrainConfig(Keys):
             ),
         )
         return self
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the data is made, not read."""
+        return self.data.startswith(SYNTHETIC_PREFIX)
 
     @property
     def resolved_dense_optimizer(self) -> OptimizerConfig:
@@ -977,29 +982,29 @@ def load_config(
     Raises:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
-    for text in settings:
-        is_given = text.partition("=")[0].strip() in values
-        refuse((is_given, f"{text} is set elsewhere on the command line; drop one"))
     try:
-        return TrainConfig(**read_tree(file, settings) | values)
+        return TrainConfig(**read_tree(file, settings, **values))
     except ConfigError as error:
         if file is None:
             raise
         raise ConfigError(f"{' with '.join([str(file), *settings])}: {error}") from error
 
 
-def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
+def read_tree(
+    file: Path | None = None, settings: Sequence[str] = (), **values: Any
+) -> dict[str, Any]:
     """Read the nested keys of a TOML file and apply settings; no value is checked yet.
 
     Args:
         file: TOML; keys with dots are tables. None for no file.
         settings: Strings such as `optimizer.lr=0.01`, which win over the file.
+        values: Top-level keys, which win over the file and are not among the settings.
 
     Returns:
         The nested keys.
 
     Raises:
-        ConfigError: the file is not TOML, or a setting is not key=value.
+        ConfigError: the file is not TOML, or a setting is not key=value, or sets a key of `values`.
         OSError: the file cannot be read.
     """
     tree: dict[str, Any] = {}
@@ -1010,12 +1015,15 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
             raise ConfigError(f"{file} is not TOML: {error}") from error
     for setting in settings:
         name, equals, text = setting.partition("=")
-        refuse((not (equals and name.strip()), f"a setting must be key=value, got {setting!r}"))
+        refuse(
+            (not (equals and name.strip()), f"a setting must be key=value, got {setting!r}"),
+            (name.strip() in values, f"{setting} is set elsewhere on the command line; drop one"),
+        )
         value: Any = text.strip()
         with suppress(ValueError):  # not TOML: a text
             value = parse_toml(f"value = {value}")["value"]
         put_key(tree, name.strip(), value)
-    return tree
+    return tree | values
 
 
 def to_toml(config: TrainConfig) -> str:

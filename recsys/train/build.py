@@ -45,7 +45,6 @@ from recsys.batch import (
     features_by_table,
     histories_of,
 )
-from recsys.config import RETRIEVAL_MODELS, SYNTHETIC_PREFIX
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
@@ -141,7 +140,7 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
     """
     source: SampleSource = (
         SyntheticCriteo(**config.synthetic.model_dump())
-        if config.data.startswith(SYNTHETIC_PREFIX)
+        if config.is_synthetic
         else Store(config.data)
     )
     if isinstance(source, Store) and source.label_names:
@@ -354,7 +353,7 @@ def needs_rows(config: ModelConfig) -> bool:
         ConfigError: the class of the user's cannot be imported; or rows are not pooled, and
             `table_dims` or `pooling` are set.
     """
-    takes_rows = config.name in ("din", "tbsm", *RETRIEVAL_MODELS)
+    takes_rows = config.name in ("din", "tbsm", "two_tower", "sasrec")
     if ":" in config.name:
         takes_rows = bool(getattr(_custom_class(config.name), "unpooled", False))
     if takes_rows and (config.table_dims or config.pooling):

@@ -163,7 +163,7 @@ def config_of_run(
             (is_missing, "data is missing; name a store, or synthetic:criteo-kaggle"),
         )
         return config
-    tree, changes = read_tree(stored), flat(read_tree(file, settings) | values)
+    tree, changes = read_tree(stored), flat(read_tree(file, settings, **values))
     if changes.get("cold_tier") == "host":
         tree.pop("cold_path", None)
     if changes.get("early_stopping.patience") == 0:

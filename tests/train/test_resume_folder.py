@@ -310,6 +310,7 @@ def test_settings_change_the_stored_configuration(small_config, tmp_path, kill_a
     resume = ("train", "--resume", "--run", tmp_path / "run")
 
     assert "bad.toml: checkpoint.every_steps" in refused(*resume, "--config", tmp_path / "bad.toml")
+    assert "data=other is set" in refused(*resume, config.data, "--set", "data=other")
     changed = ("schedule=sequential", "cold_tier=host", "early_stopping.patience=0")
     sets = [part for setting in changed for part in ("--set", setting)]
     recsys(*resume, "--config", tmp_path / "more.toml", *sets)
