@@ -19,7 +19,7 @@ help:
 	@echo "make stress                        run the property tests with many random cases, half an hour"
 	@echo "make threads                       run 500 cases under random delays, count what they leave open"
 	@echo "make twins MINUTES=150             train random models in tiers, and compare with plain PyTorch"
-	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
+	@echo "make crash                         kill runs 200 times, and compare their models, 7 minutes"
 	@echo "make fuzz SECONDS=600               read damaged and hostile files, for ten minutes"
 	@echo "make bench                         measure the numbers in benchmarks/results (needs RECSYS_DATA)"
 	@echo "make bench QUICK=1                 run every benchmark at a tiny size, into build/bench/"
