@@ -86,7 +86,6 @@ def test_rows_that_change_after_a_save_are_not_in_its_copy_of_every_row(tmp_path
     require_restores(Training(), tmp_path)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lists threads in /proc")
 def test_the_thread_that_writes_starts_no_threads_of_torch_beside_those_of_training(tmp_path):
     torch.set_num_threads(2)
     bag = HotColdEmbeddingBag(2**16, 16, optimizer=SGD(lr=0.1))
